@@ -44,6 +44,9 @@ class TrainInstruction:
         entries: the table of who sends which entries of the sum (fedveil/contract/entry_table.py), as text; "" for
             none.
         seconds: time after which the server stops waiting for the upload; the client round then ends too.
+        signing_key: short name of the key by which the server verifies this site's replies
+            (fedveil/federation/message_signatures); the guard compares it with the site's own. "" if the instruction is
+            not signed.
     """
 
     round: int
@@ -59,6 +62,7 @@ class TrainInstruction:
     secure: str = ""
     roster: str = ""
     entries: str = ""
+    signing_key: str = ""
 
     @property
     def address(self) -> MessageAddress:

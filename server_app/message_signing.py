@@ -13,7 +13,7 @@ changes, so a site that is revoked in the middle of a run no longer counts.
 
 | a site in the list | its instruction | its reply |
 |---|---|---|
-| is registered and signs | is signed | counts with its signature alone |
+| is registered and signs | is signed, and names the key that the list has for it | counts with its signature alone |
 | is registered, and its kit is older | is not signed; it is not asked if signatures are required | counts without one |
 | is not in the list, is revoked, past its last day, or has another node | it is not asked | is refused |
 | any, while the list cannot be read | it is not asked | is refused |
@@ -137,11 +137,13 @@ class MessageSigner:
         """
         about, records = message.metadata, message.content
         signers = self._signers.get()
-        if not self._signer_of(signers, site, about.dst_node_id).signs:
+        signer = self._signer_of(signers, site, about.dst_node_id)
+        if not signer.signs:
             if signers.required:
                 raise WireError("signature: expected a site whose kit has the instruction keys, found an older kit")
             return None
         order, upload = records.config_records["order"], records.array_records["fedveil"]
+        order["signing-key"] = claims.key_id(signer.signing)
         if (content := contents.get(id(upload))) is None:
             content = contents[id(upload)] = _content_of(upload)
         issued = int(time.time())

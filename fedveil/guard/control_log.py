@@ -6,7 +6,7 @@
 | submitted | the run that a permitted start-run became, or the HTTP status that Flower gave it |
 | shut-out | a site whose key is past its last day, revoked or replaced; once for each start of the program |
 | fleet-refused | site, node, call, reason and count of calls at the sites' port (fedveil/guard/fleet/refusal_log.py) |
-| rogue | a site with 20 such calls within a minute |
+| rogue | a site with 20 such calls within a minute that no honest site sends |
 | unchecked | the program was started without the checks of what sites send |
 
 The server does not carry out a call that it cannot log. At most 60 refusals a minute get a line each; the next line

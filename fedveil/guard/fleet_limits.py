@@ -34,7 +34,8 @@ MAX_RUNTIME_SECONDS = 3e6
 
 # Staging.
 MAX_OPEN_REPLIES = 2  # a third drops the oldest: a refusal would lock out a site killed twice in an upload
-MAX_SPOOL_BYTES = 8 << 30
+MAX_SPOOL_BYTES = 8 << 30  # of all sites' second open replies; the largest open one of each site has its own space
+REMEMBERED_DROPPED_REPLIES = 8  # of a site: late pushes for them are no sign of a rogue
 IDLE_SECONDS = 300.0  # two slices at once on a connection of 10 kB/s take 262 s
 MAX_STORAGE_ERRORS = 10  # of the disk or the database, while one reply is pushed; then the reply is refused
 STORAGE_ERROR_SECONDS = 3600.0  # then they are forgotten

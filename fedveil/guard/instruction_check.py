@@ -8,6 +8,7 @@
 | pins keys | with a signature by a different key, or over different content | refused |
 | pins keys | too old, or from the future, by more than 5 minutes | refused |
 | pins keys, and the site has no signing key | any | refused: its reply would not count |
+| pins keys, and the site signs with a key other than the one that the server lists for it | any | refused, for the same reason |
 | pins keys, and the node config has no name of the site | any | refused: only the instruction would say which site it
   is for |
 
@@ -30,6 +31,8 @@ from fedveil.errors import PolicyError, WireError
 from fedveil.federation.message_signatures import claims, digests
 from fedveil.federation.message_signatures.claims import InstructionClaims
 from fedveil.federation.message_signatures.key_files import InstructionKeys
+from fedveil.federation.secagg import crypto
+from fedveil.sanitize import sanitize
 from fedveil.wire import chunking
 
 _WRONG = (
@@ -93,7 +96,7 @@ def verify_instruction(
     if not site.signing_key:
         raise PolicyError("signing-key: this site pins instruction keys and names no key to sign its replies with")
     signing_key = Path(site.signing_key).expanduser()
-    _signing_key(signing_key)
+    private = _signing_key(signing_key)
     signature = claims.read_signature(dict(records.config_records[claims.RECORD]), is_instruction=True)
     # These two checks come before the message is hashed, which takes seconds for a large one.
     public = [key for key in pinned.keys if claims.key_id(key) == signature["key"]]
@@ -103,6 +106,7 @@ def verify_instruction(
     asked = _claims_of(message, records, context, pinned.federation, str(flower_run), app, site.site, signature)
     if not claims.is_signed(asked, public[0], signature):
         raise PolicyError(_WRONG)
+    _require_listed_key(private, signing_key, records.config_records["order"].get("signing-key"))
     evidence = {**asked.as_evidence(), "key": signature["key"], "signature": signature["signature"]}
     return VerifiedInstruction(asked, evidence, signing_key)
 
@@ -140,6 +144,17 @@ def _require_current(issued: int, until: int) -> None:
         raise PolicyError(
             f"instruction: it expired {now - until} s ago by this machine's clock; compare the clocks of server and "
             "site"
+        )
+
+
+def _require_listed_key(private: bytes, file: Path, listed: object) -> None:
+    """Raise PolicyError if the server would verify a reply by another key. Otherwise it would drop a trained upload."""
+    own = claims.key_id(crypto.verifying_key(private).hex())
+    if listed != own:
+        raise PolicyError(
+            f"signing-key: expected {sanitize(listed, 20)}, which the server lists for this site, found {own} in "
+            f"{file.name}; restore the registered key, or make new ones with fedveil site init --renew "
+            "--renew-signing, which the operator then registers"
         )
 
 

@@ -11,6 +11,8 @@ besides. Nothing else in FedVeil imports this package.
 | `server_loop` | the server's side of a round, with any Grid in the place of Flower's |
 | `messages` | slices, headers and codes of messages |
 | `secagg` | the two halves of secure aggregation |
+| `lying_server` | a server that lies to real sites, and what it can compute from their answers |
+| `lying_server_games`, `lying_server_search` | games of that server, and the search for one that breaks the claim |
 | `planner` | the plan of a site's memory |
 | `training` | a client's training in parts |
 | `pretraining` | the pictures that the bundled bases were trained on |

@@ -58,14 +58,15 @@ def test_a_message_in_anothers_name_does_not_count(tmp_path):
         assert pilot.run().completed
         assert sorted(pilot.events("accepted", "signed")) == ["a", "b"]
 
-        # A SuperLink that answers for b has no signing key of b's: here the list has a key that b does not have.
+        # The list has a key that b does not have: b says so, and trains nothing that would not count.
         listed = instruction_key_files.signers_file(federation.folder)
         before = listed.read_bytes()
         own = instruction_key_files.public_key(federation.folder / "keys" / "b.signing")
         write_atomic(listed, before.replace(own.encode(), crypto.verifying_key(os.urandom(32)).hex().encode()))
         assert pilot.run().completed
         assert list(pilot.events("accepted", "signed")) == ["a"]
-        assert "signature: expected one by the site's registered signing key" in pilot.events("failed", "reason")["b"]
+        assert "signing-key: expected" in pilot.events("failed", "reason")["b"]
+        assert pilot.log_of("b")[-1]["event"] == "refused"
         write_atomic(listed, before)
 
         # A SuperLink that makes an instruction has no instruction key.

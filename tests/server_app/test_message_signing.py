@@ -340,6 +340,17 @@ def test_a_site_that_could_not_sign_its_reply_refuses_the_instruction(federation
         federation.take(message)
 
 
+def test_a_site_that_the_server_lists_with_another_signing_key_refuses_before_it_trains(federation):
+    federation.change_north(signing=public(OTHER_KEY))
+    message = federation.send()
+    listed, own = claims.key_id(public(OTHER_KEY)), claims.key_id(public(SITE_KEY))
+    assert message.content.config_records["order"]["signing-key"] == listed
+    with pytest.raises(PolicyError, match=f"signing-key: expected {listed}, .* found {own} in signing.key; restore"):
+        federation.take(message)
+    federation.list_signers(federation.signers)
+    assert federation.take(federation.send()) is not None
+
+
 @pytest.mark.parametrize("state", ["revoked", "expired", "invited"])
 def test_a_site_that_is_revoked_in_the_middle_of_a_round_counts_no_more(federation, state):
     taken, upload = federation.take(federation.send()), statement(b"upload")

@@ -8,7 +8,7 @@ from fedveil.client_app.node_config import SiteConfig
 from fedveil.client_app.policy.site_policy import policy_of_site
 from fedveil.client_app.secure_round import read_key
 from fedveil.console.doctor.checks import CheckResult
-from fedveil.console.provisioning.enrollment import SIGNING_KEY, short_key
+from fedveil.console.provisioning.enrollment import SIGNING_KEY, require_requested_signing_key, short_key
 from fedveil.console.provisioning.federation_folder import SiteRegistry, roster_file
 from fedveil.console.runs.site_requirements import site_requirements
 from fedveil.errors import FedVeilError
@@ -20,8 +20,10 @@ _WEAKER = "only the server then vouches for the sites' keys, so it could substit
 
 
 def signing_key(site: SiteConfig, folder: Path) -> CheckResult:
-    """Check that only its owner can read the signing key: the one in the node config, or a created one in
-    containers."""
+    """Check that only its owner can read the signing key, and that it is the requested one.
+
+    It is the node config's, or the created one on a container host.
+    """
     name = "signing key"
     if not site.signing_key:
         return CheckResult(
@@ -30,6 +32,8 @@ def signing_key(site: SiteConfig, folder: Path) -> CheckResult:
     named, made = Path(site.signing_key).expanduser(), folder / SIGNING_KEY
     file = made if made.is_file() and not named.exists() else named
     public = crypto.verifying_key(read_key(file)).hex()
+    if (folder / "node.key").is_file():
+        require_requested_signing_key(folder / "node.key", file)
     return CheckResult(
         name, "ok", f"{file}, readable only by this user; fedveil members roster shows it as {short_key(public)}"
     )

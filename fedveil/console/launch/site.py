@@ -32,7 +32,7 @@ from fedveil.console.flower.site_process import (
 )
 from fedveil.console.launch import online_watch, site_lock
 from fedveil.console.launch.restarts import Restarts
-from fedveil.console.provisioning import kit_reader
+from fedveil.console.provisioning import enrollment, kit_reader
 from fedveil.console.runs import re_encrypt, site_notes
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import ConfigError, PolicyError
@@ -189,6 +189,8 @@ def require_poll(seconds: float) -> None:
 def require_usable(start: SiteLauncher) -> None:
     """Raise ConfigError or PolicyError for faults that Flower would not explain: keys, policy, device."""
     require_link(start.ca, start.key)
+    if start.node.signing_key:
+        enrollment.require_requested_signing_key(start.key, Path(start.node.signing_key))
     require_policy(start.node)
     require_device(start.node.device)
 

@@ -43,6 +43,7 @@ from fedveil.records.atomic_files import write_atomic
 from fedveil.sanitize import sanitize
 
 SIGNING_KEY = "signing.key"
+_REQUEST = "request.json"
 _MOST_BYTES = 16_384  # bytes of a request, which is untrusted
 
 
@@ -137,7 +138,7 @@ def make_site_keys(
     content["made"] = datetime.now(UTC).isoformat(timespec="seconds")
     text = _canonical(content)
     proofs = {"proof": node.sign(text, ec.ECDSA(hashes.SHA384())), "signing-proof": crypto.sign_bytes(signing, text)}
-    request = places.folder / "request.json"
+    request = places.folder / _REQUEST
     encoded = {name: base64.b64encode(proof).decode() for name, proof in proofs.items()}
     request.write_text(json.dumps({**content, **encoded}, indent=1))
     return request, asked.fingerprint
@@ -152,6 +153,26 @@ def _known(places: KeyPaths, site: str) -> str:
     except (OSError, ValueError, ConfigError):
         return ""
     return f", with fingerprint {RegistrationRequest(site, public.decode(), signing).fingerprint}"
+
+
+def require_requested_signing_key(node_key: Path, signing_key: Path) -> None:
+    """Raise ConfigError if the request next to the node key registers that key with another signing key.
+
+    A request with another node key says nothing: the site may still use its earlier keys until a new one is registered.
+    """
+    request = node_key.with_name(_REQUEST)
+    if not request.exists():
+        return
+    content, node = _read(request), serialization.load_ssh_private_key(node_key.read_bytes(), None)
+    public = node.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    own = crypto.verifying_key(read_key(signing_key)).hex()
+    if content["key"].split()[:2] == public.decode().split()[:2] and content["signing"] != own:
+        raise ConfigError(
+            f"{signing_key}: expected the signing key {sanitize(short_key(content['signing']), 40)}, which {request} "
+            f"registers for this site, found {short_key(own)}: the server would count no reply of this site; restore "
+            "the registered key, or make new ones with fedveil site init --renew --renew-signing, which the operator "
+            "then registers"
+        )
 
 
 def check_request(file: Path, federation: str, ca: bytes) -> RegistrationRequest:

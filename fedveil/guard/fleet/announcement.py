@@ -94,8 +94,10 @@ def read_announcement(
     about = message.metadata
     if about.src_node_id != node_id or about.dst_node_id != SUPERLINK_NODE_ID:
         raise FleetCallRefused(RefusalReason.SENDER, f"{about.src_node_id} to {about.dst_node_id}")
-    if instruction is None or instruction.node_id != node_id or instruction.expires <= now:
+    if instruction is None or instruction.node_id != node_id:
         raise FleetCallRefused(RefusalReason.FOREIGN_INSTRUCTION, about.reply_to_message_id)
+    if instruction.expires <= now:
+        raise FleetCallRefused(RefusalReason.ENDED, about.reply_to_message_id)
     if (about.run_id, about.message_type, about.group_id) != (
         instruction.run_id, instruction.message_type, instruction.group_id,
     ):  # fmt: skip

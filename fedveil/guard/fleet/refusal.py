@@ -23,6 +23,8 @@ class RefusalReason(Enum):
     PULLED_TOO_OFTEN = "object pulled too often"
     FOREIGN_INSTRUCTION = "no open instruction for this site"
     ANSWERED = "instruction already has a reply"
+    ENDED = "instruction has ended"
+    DROPPED = "reply was dropped: late, idle or replaced"
     SHAPE = "expected exactly one message with one tree"
     SENDER = "wrong source or destination"
     FIELDS = "run, type or group of another instruction"
@@ -45,6 +47,14 @@ class RefusalReason(Enum):
     UPLOADED_TOO_OFTEN = "too many bytes for one instruction"
     STORAGE = "reply could not be stored"
     OWN_ERROR = "server error"
+
+    @property
+    def is_of_honest_sites(self) -> bool:
+        """Whether an honest site gets this refusal: its reply is late, or the server dropped it or has no disk."""
+        return self in _OF_HONEST_SITES
+
+
+_OF_HONEST_SITES = (RefusalReason.ANSWERED, RefusalReason.ENDED, RefusalReason.DROPPED, RefusalReason.STORAGE)
 
 
 class DeferralReason(Enum):

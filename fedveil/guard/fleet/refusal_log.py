@@ -8,6 +8,7 @@
 | the first for a call and reason | one at once, with what the site sent, cut to 80 characters |
 | more of them within a minute | none at first; then one with their number, at the next refusal or the next sweep |
 | 20 within a minute, for any calls | one `rogue` event, once a minute |
+| those that the server itself causes: the reply is late, or was dropped here, or the disk failed | not among the 20 |
 | while the control log is not writable | a line in the SuperLink's own log; the call stays refused |
 
 A reason is one of the fixed texts of refusal.py, so a site cannot choose how many kinds of lines there are. The
@@ -64,7 +65,8 @@ class FleetRefusalLog:
                 self._lines[key] = _Line(now)
             else:
                 line.unlogged += 1
-            self._record_rogue(site, node_id, now)
+            if not reason.is_of_honest_sites:
+                self._record_rogue(site, node_id, now)
 
     def write_counts(self) -> None:
         """Write the counts of refusals that are not yet in the log and whose minute is over."""

@@ -11,6 +11,8 @@ ended.
 Formal guarantees:
 - Flower sees a reply only when every object of it was checked against the announcement;
 - the spool has space for the open replies of all sites at once: no two incomplete replies wait for each other;
+- each site's largest open reply has space of its own, which no other site can take, however many sites one member has
+  registered; the second ones of all sites share `MAX_SPOOL_BYTES`;
 - a site sends for one instruction at most `MAX_UPLOADS_OF_A_REPLY` times its largest reply;
 - a reply is queued once, however many calls bring its last object at the same time;
 - the answers do not depend on Flower's store, so they do not reveal whether another site has an object.
@@ -22,7 +24,8 @@ Formal guarantees:
 | another reply to the same instruction while the first is incomplete | replaces it: the site's client has died |
 | another one after that | refused |
 | a third open reply of a site | drops its oldest |
-| no space in the spool or on the disk | UNAVAILABLE, 503: the site asks again |
+| no space on the disk, or for a second open reply in the spool | UNAVAILABLE, 503: the site asks again |
+| an object of a reply that was dropped | refused, and not counted against the site (refusal_log.py) |
 | no call for 300 s, run ended, instruction expired, key no longer registered | dropped by the sweep |
 | the server is killed | complete replies are queued again, incomplete ones stay open in their old session |
 """
@@ -33,7 +36,7 @@ import contextlib
 import threading
 import time
 import uuid
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -108,6 +111,7 @@ class ReplyStaging:
         self._clock, self._monotonic = clock, monotonic
         self._open: dict[int, dict[str, StagedReply]] = defaultdict(dict)  # by site and session
         self._finished: dict[int, dict[str, FinishedReply]] = defaultdict(dict)
+        self._dropped: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=limits.REMEMBERED_DROPPED_REPLIES))
         self._uploaded: dict[tuple[int, str], tuple[int, float]] = {}  # bytes, and the instruction's end
         self._storage_errors: dict[tuple[int, str], tuple[int, float]] = {}  # count, and time of the last one
         self._locks: dict[int, threading.RLock] = defaultdict(threading.RLock)
@@ -165,6 +169,7 @@ class ReplyStaging:
                     continue  # an earlier attempt, which the database ended
                 announcement = self._judge_again(spooled, state)
                 if announcement is None:
+                    self._dropped[spooled.node_id].append(spooled.session)
                     self._spool.remove_reply(spooled.node_id, spooled.session)
                     continue
                 staged = self._add(spooled.session, announcement, write=False)
@@ -223,12 +228,15 @@ class ReplyStaging:
             self._drop(staged, "the site has announced more than two replies")
 
     def _require_room(self, announcement: Announcement) -> None:
-        """Raise FleetCallDeferred unless the whole reply fits next to the space reserved for others.
+        """Raise FleetCallDeferred unless there is space for the whole reply.
 
         If space were reserved later, all sites could have partial replies and no space for the rest.
         """
-        reserved = sum(staged.announcement.max_bytes for staged in self._all_open())
-        if reserved + announcement.max_bytes > limits.MAX_SPOOL_BYTES:
+        sizes: dict[int, list[int]] = {announcement.node_id: [announcement.max_bytes]}
+        for staged in self._all_open():
+            sizes.setdefault(staged.announcement.node_id, []).append(staged.announcement.max_bytes)
+        shared = sum(sum(own) - max(own) for own in sizes.values())
+        if len(sizes[announcement.node_id]) > 1 and shared > limits.MAX_SPOOL_BYTES:
             raise FleetCallDeferred(DeferralReason.NO_ROOM)
         if self._spool.free_bytes() < 2 * announcement.max_bytes:
             raise FleetCallDeferred(DeferralReason.NO_ROOM)
@@ -245,6 +253,8 @@ class ReplyStaging:
         node_id, session = request.node.node_id, request.session_id
         staged = self._open[node_id].get(session)
         known = staged or self._finished[node_id].get(session)
+        if session in self._dropped[node_id]:
+            raise FleetCallRefused(RefusalReason.DROPPED, session)
         if known is None or known.announcement.run_id != request.run_id:
             raise FleetCallRefused(RefusalReason.SESSION, session)
         if request.object_id not in known.announcement.tree.objects:
@@ -279,7 +289,7 @@ class ReplyStaging:
                 self._spool.remove_reply(node_id, staged.session)
                 if staged.session in self._finished[node_id]:
                     return  # another call has brought this object, and Flower has the reply
-                raise FleetCallRefused(RefusalReason.SESSION, staged.session)
+                raise FleetCallRefused(RefusalReason.DROPPED, staged.session)
             if object_id in staged.present:
                 return
             try:
@@ -303,12 +313,15 @@ class ReplyStaging:
             del self._open[node_id][staged.session]
             if flower_has_it:
                 self._finished[node_id][staged.session] = FinishedReply(staged.session, staged.announcement)
+            else:
+                self._dropped[node_id].append(staged.session)
             self._spool.remove_reply(node_id, staged.session)
 
     def _drop(self, staged: StagedReply, why: str) -> None:
         node_id = staged.announcement.node_id
         log(WARNING, "an incomplete reply of node %s is dropped: %s", node_id, why)
         del self._open[node_id][staged.session]
+        self._dropped[node_id].append(staged.session)
         self._spool.remove_reply(node_id, staged.session)
 
     def _why_drop(self, staged: StagedReply, state: Any, is_registered: Callable[[int], bool]) -> str:

@@ -30,6 +30,15 @@ def test_a_signing_key_must_be_there_and_its_owners_alone(tmp_path):
     assert secagg_checks.signing_key(SiteConfig(), tmp_path).verdict == "warn"
 
 
+def test_a_signing_key_must_be_the_requested_one(federation, capsys):  # noqa: F811
+    keys = enrolled(federation, capsys)[0] / "keys"
+    site = SiteConfig(signing_key=str(keys / "signing.key"))
+    assert checks.run_check("", lambda: secagg_checks.signing_key(site, keys)).verdict == "ok"
+    (keys / "signing.key").write_bytes(bytes(range(32)))
+    result = checks.run_check("", lambda: secagg_checks.signing_key(site, keys))
+    assert (result.verdict, "found 03a1 07bf f3ce 10be: the server would count" in result.text) == ("fail", True)
+
+
 @pytest.mark.parametrize(
     "policy,verdict,words",
     [

@@ -18,10 +18,12 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from fedveil.client_app.node_config import SiteConfig
 from fedveil.console.flower.certificates import new_ca, write_certificate, write_server
+from fedveil.console.flower.instruction_key_files import public_key
 from fedveil.console.flower.processes import ProcessGroup
 from fedveil.console.launch import online_watch, restarts, site_lock
 from fedveil.console.launch import site as site_start
 from fedveil.console.main import main
+from fedveil.console.provisioning import enrollment
 from fedveil.console.runs import site_notes
 from fedveil.errors import ConfigError
 from tests.conftest import ROOT, extract
@@ -128,6 +130,26 @@ def test_instruction_keys_that_cannot_be_used_are_named_before_anything_is_start
     other.write_text(whole)
     assert start(kit, "--instruction-keys", str(other)) == 2
     assert tomllib.loads((kit / "state" / "north.toml").read_text())["instruction-keys"] == str(other)
+
+
+def test_a_signing_key_that_was_not_registered_is_named_before_anything_is_started(kit, capsys):
+    own, other = kit / "keys" / "signing.key", kit.parent / "other.key"
+    other.write_bytes(bytes(range(32)))
+    other.chmod(0o600)
+    assert start(kit, "--signing-key", str(other)) == 2
+    stderr = capsys.readouterr().err
+    assert f"{other}: expected the signing key {enrollment.short_key(public_key(own))}, which {kit}/keys/req" in stderr
+    assert "found 03a1 07bf f3ce 10be: the server would count no reply of this site; restore" in stderr
+    # A renewal leaves the earlier keys in use until the operator has registered the new ones.
+    assert main(["site", "init", "--kit", str(kit), "--renew", "--renew-signing"]) == 0
+    earlier = ("--key", str(kit / "keys" / "node.key.old"), "--signing-key", str(kit / "keys" / "signing.key.old"))
+    assert start(kit, *earlier) == 2
+    assert "started: " in capsys.readouterr().err
+    assert start(kit, *earlier[2:]) == 2
+    assert "signing.key.old: expected the signing key" in capsys.readouterr().err
+    (kit / "keys" / "request.json").unlink()
+    assert start(kit, *earlier[2:]) == 2
+    assert "started: " in capsys.readouterr().err
 
 
 def test_a_site_behind_a_relay_keeps_the_keys_that_it_signs_with(kit, capsys):

@@ -7,7 +7,14 @@ import pytest
 
 from fedveil.errors import PolicyError, QuorumError, WireError
 from fedveil.federation.secagg.unmasking import UnmaskingAttempt
-from tests.fedveil.federation.secagg.liar import POISON, TRUE, LyingServer, terms_of, true_vector, with_fields
+from fedveil.testing.lying_server import (
+    POISONED_BROADCAST,
+    TRUE_BROADCAST,
+    LyingServer,
+    terms_of,
+    true_vector,
+    with_fields,
+)
 
 HONEST, COLLUDER = ["a", "b", "c"], "z"
 ALL = [*HONEST, COLLUDER]
@@ -63,8 +70,8 @@ def test_decoy_plan_that_the_target_masks_for(server):
 
 def test_inconsistent_broadcasts_give_noise(server):
     """The target gets the weights, the others zeros: the sum of their uploads would be the target's, without masks."""
-    plan = server.plan(broadcast=TRUE)
-    poisoned = with_fields(plan, broadcast=POISON)
+    plan = server.plan(broadcast=TRUE_BROADCAST)
+    poisoned = with_fields(plan, broadcast=POISONED_BROADCAST)
     uploads = [server.mask("a", plan), server.mask("b", poisoned), server.mask("c", poisoned)]
     honest = UnmaskingAttempt(plan)
     honest.add("a", uploads[0].vector, uploads[0].attached)

@@ -24,8 +24,8 @@ from fedveil.federation.secagg.plan_checks import SiteRequirements
 from fedveil.federation.secagg.roster import SigningKeyRoster, roster_digest
 from fedveil.federation.secagg.site import SecAggSite
 from fedveil.federation.secagg.state import SiteSecAggState
+from fedveil.testing.lying_server import CONFIG, POISONED_BROADCAST, RUN, LyingServer, site_names, terms_of, with_fields
 from tests.fedveil.federation.secagg import liar
-from tests.fedveil.federation.secagg.liar import CONFIG, POISON, RUN, LyingServer, names, terms_of, with_fields
 
 SITE = "s00"
 OTHER = "0" * 63 + "7"
@@ -40,7 +40,7 @@ def digest_of(table: str) -> str:
     return hashlib.sha256(table.encode()).hexdigest() if table else ""
 
 
-TABLE = table_of(names(5))
+TABLE = table_of(site_names(5))
 LINES: list[dict[str, object]] = []  # of the audit logs of the last world's sites
 
 
@@ -50,7 +50,7 @@ class World:
     def __init__(self, count: int = 5, inside: bool = True, **demands) -> None:
         self.inside = inside
         required = {"min_cohort": 3, "min_threshold": 3, "colluding": 1} | demands
-        self.server = LyingServer(names(count))
+        self.server = LyingServer(site_names(count))
         required.setdefault("roster", self.server.roster_digest)
         for name, site in self.server.sites.items():
             self.server.sites[name] = replace(site, demands=SiteRequirements(**required), audit_log=self.write)
@@ -169,7 +169,7 @@ def tell_run(inside):
 @lie("T1 require_terms", "a digest of a broadcast that differs by site")
 def tell_broadcast(inside):
     world = World()
-    plan = world.plan(broadcast="" if inside else POISON)
+    plan = world.plan(broadcast="" if inside else POISONED_BROADCAST)
     return world.begin(plan, terms_of(plan, world.server.roster, is_alike=False))
 
 
@@ -301,10 +301,10 @@ def _add_number_lies() -> None:
         "fewer colluding than the policy's": (5, {"colluding": 1}, {"colluding": 0}, {}),
         "2 q = m + c": (5, {"quorum": 4, "threshold": 4}, {"quorum": 3, "threshold": 3}, {}),
         "more in a sum than in the cohort": (5, {"least": 5}, {"least": 6}, {}),
-        "a small cohort": (6, {}, {"cohort": names(5)}, {"min_cohort": 6, "least": 6}),
+        "a small cohort": (6, {}, {"cohort": site_names(5)}, {"min_cohort": 6, "least": 6}),
         "small sums": (5, {"least": 5}, {"least": 4}, {"min_cohort": 5}),
         "one honest site in a sum": (
-            4, {"colluding": 2, "quorum": 4, "threshold": 4}, {"colluding": 2, "cohort": names(3)}, {},
+            4, {"colluding": 2, "quorum": 4, "threshold": 4}, {"colluding": 2, "cohort": site_names(3)}, {},
         ),
         "a low quorum": (5, {"quorum": 5, "threshold": 5}, {"quorum": 4, "threshold": 4}, {"min_threshold": 5}),
         "few shares": (5, {"neighbours": 4, "threshold": 4}, {"neighbours": 4, "threshold": 3}, {"min_threshold": 4}),
@@ -372,7 +372,7 @@ def tell_signed_round(inside):
     world = World()
     plan = world.masked()
     if not inside:
-        world.agree(plan, names(4))
+        world.agree(plan, site_names(4))
     return world.begin(world.plan(attempt=1))
 
 
@@ -381,7 +381,7 @@ def tell_opened_round(inside):
     world = World()
     plan = world.masked()
     if not inside:
-        world.open(plan, names(5))
+        world.open(plan, site_names(5))
     return world.begin(world.plan(attempt=1))
 
 
@@ -394,7 +394,7 @@ def tell_table_twice(inside):
 
 @lie("T8 require_entries", "another table than the plan's")
 def tell_other_table(inside):
-    return World().begin_with(TABLE, shown=TABLE if inside else table_of(names(4)))
+    return World().begin_with(TABLE, shown=TABLE if inside else table_of(site_names(4)))
 
 
 @lie("T8 require_entries", "a table for a method whose sites all send the same")
@@ -416,14 +416,14 @@ def tell_no_table(inside):
 
 @lie("T8 require_entries", "an entry that too few of the cohort send")
 def tell_thin_entry(inside):
-    return World().begin_with(table_of(names(4 if inside else 3)))
+    return World().begin_with(table_of(site_names(4 if inside else 3)))
 
 
 @lie("A5 require_entries_of_sum", "another table at the list than at the plan")
 def tell_other_table_of_sum(inside):
     world = World()
     plan = world.masked(table=TABLE)
-    return world.agree(plan, names(5), table=TABLE if inside else table_of(names(4)))
+    return world.agree(plan, site_names(5), table=TABLE if inside else table_of(site_names(4)))
 
 
 @lie("T11 require_continued_state", "beginning anew after going on")
@@ -442,14 +442,14 @@ def tell_new_state(inside):
 def tell_decoy(inside):
     world = World()
     plan = world.masked()
-    return world.agree(plan if inside else with_fields(plan, attempt=7), names(5))
+    return world.agree(plan if inside else with_fields(plan, attempt=7), site_names(5))
 
 
 @lie("O1 _live", "the shares of a decoy plan")
 def tell_decoy_open(inside):
     world = World()
     plan = world.masked()
-    return world.open(plan if inside else with_fields(plan, round=7), names(5))
+    return world.open(plan if inside else with_fields(plan, round=7), site_names(5))
 
 
 @lie("A1 _live", "a list of the plan before")
@@ -457,52 +457,52 @@ def tell_plan_before(inside):
     world = World()
     plan = world.masked()
     after = world.masked(attempt=1)
-    return world.agree(after if inside else plan, names(5))
+    return world.agree(after if inside else plan, site_names(5))
 
 
 @lie("A2 _save_agreed", "a second list")
 def tell_second_list(inside):
     world = World()
     plan = world.masked()
-    world.agree(plan, names(4))
-    return world.agree(plan, names(4) if inside else names(5))
+    world.agree(plan, site_names(4))
+    return world.agree(plan, site_names(4) if inside else site_names(5))
 
 
 @lie("A3 require_listed", "a list without this site")
 def tell_list_without(inside):
     world = World()
-    return world.agree(world.masked(), names(5)[:4] if inside else names(5)[1:])
+    return world.agree(world.masked(), site_names(5)[:4] if inside else site_names(5)[1:])
 
 
 @lie("A3 require_listed", "a short list")
 def tell_short_list(inside):
     world = World()
-    return world.agree(world.masked(), names(4 if inside else 3))
+    return world.agree(world.masked(), site_names(4 if inside else 3))
 
 
 @lie("A3 require_listed", "a list below the plan's least")
 def tell_list_below_least(inside):
     world = World()
-    return world.agree(world.masked(least=5), names(5 if inside else 4))
+    return world.agree(world.masked(least=5), site_names(5 if inside else 4))
 
 
 @lie("A3 require_listed", "a stranger in the list")
 def tell_stranger(inside):
     world = World()
-    return world.agree(world.masked(), [*names(4), "s04" if inside else "zoe"])
+    return world.agree(world.masked(), [*site_names(4), "s04" if inside else "zoe"])
 
 
 @lie("A3 require_listed", "a name twice")
 def tell_name_twice(inside):
     world = World()
-    return world.agree(world.masked(), [*names(3), "s03" if inside else "s02"])
+    return world.agree(world.masked(), [*site_names(3), "s03" if inside else "s02"])
 
 
 @lie("A3 require_listed", "shares for a short list")
 def tell_open_short(inside):
     world = World()
     plan = world.masked(least=5)
-    in_sum = names(5 if inside else 4)
+    in_sum = site_names(5 if inside else 4)
     return world.open(plan, in_sum, world.signed(plan, in_sum, 4))
 
 
@@ -535,73 +535,73 @@ def tell_few_holders(inside):
 def tell_other_open(inside):
     world = World()
     plan = world.masked()
-    world.server.agree(SITE, plan, names(4))
+    world.server.agree(SITE, plan, site_names(4))
     if inside:
-        agreed = world.signed(plan, names(4), 3) | world.server.certificate(plan, names(4))
-        return world.open(plan, names(4), agreed)
-    return world.open(plan, names(5))
+        agreed = world.signed(plan, site_names(4), 3) | world.server.certificate(plan, site_names(4))
+        return world.open(plan, site_names(4), agreed)
+    return world.open(plan, site_names(5))
 
 
 @lie("O3 require_certificate", "q - 1 signatures")
 def tell_few_signatures(inside):
     world = World()
     plan = world.masked()
-    world.agree(plan, names(4))
-    agreed = world.signed(plan, names(4), 3)
-    agreed[SITE] = world.server.sites[SITE].agree(AgreeRequest(plan=plan, table="", in_sum=names(4))).signature
+    world.agree(plan, site_names(4))
+    agreed = world.signed(plan, site_names(4), 3)
+    agreed[SITE] = world.server.sites[SITE].agree(AgreeRequest(plan=plan, table="", in_sum=site_names(4))).signature
     if not inside:
         del agreed["s03"]
-    return world.open(plan, names(4), agreed)
+    return world.open(plan, site_names(4), agreed)
 
 
 @lie("O3 require_certificate", "one signature under two names")
 def tell_signature_twice(inside):
     world = World()
     plan = world.masked()
-    agreed = world.signed(plan, names(4), 3)
-    world.server.agree(SITE, plan, names(4))
-    agreed |= world.server.certificate(plan, names(4)) if inside else {SITE: agreed["s01"]}
-    return world.open(plan, names(4), agreed)
+    agreed = world.signed(plan, site_names(4), 3)
+    world.server.agree(SITE, plan, site_names(4))
+    agreed |= world.server.certificate(plan, site_names(4)) if inside else {SITE: agreed["s01"]}
+    return world.open(plan, site_names(4), agreed)
 
 
 @lie("O3 require_certificate", "a signer outside the list")
 def tell_outside_signer(inside):
     world = World()
     plan = world.masked()
-    agreed = world.signed(plan, names(4), 3)
-    text = agreed_text(plan, list_digest(plan.digest, names(4)))
+    agreed = world.signed(plan, site_names(4), 3)
+    text = agreed_text(plan, list_digest(plan.digest, site_names(4)))
     fourth = SITE if inside else "s04"
     agreed[fourth] = crypto.sign_bytes(world.server.sites[fourth].signing_key, text).hex()
-    return world.open(plan, names(4), agreed)
+    return world.open(plan, site_names(4), agreed)
 
 
 @lie("O3 require_certificate", "signatures of another round")
 def tell_old_signatures(inside):
     world = World()
     before = world.masked()
-    old = world.signed(before, names(4), 3)
+    old = world.signed(before, site_names(4), 3)
     plan = world.masked(round_=1)
-    agreed = world.signed(plan, names(4), 3) if inside else old
-    text = agreed_text(plan, list_digest(plan.digest, names(4)))
+    agreed = world.signed(plan, site_names(4), 3) if inside else old
+    text = agreed_text(plan, list_digest(plan.digest, site_names(4)))
     agreed[SITE] = crypto.sign_bytes(world.site.signing_key, text).hex()
-    return world.open(plan, names(4), agreed)
+    return world.open(plan, site_names(4), agreed)
 
 
 @lie("O3 require_certificate", "the whole cohort with neighbors, unsigned")
 def tell_unsigned_with_neighbors(inside):
     world = World()
     plan = world.masked(neighbours=4)
-    return world.open(plan, names(5), world.signed(plan, names(5), 4) if inside else {})
+    return world.open(plan, site_names(5), world.signed(plan, site_names(5), 4) if inside else {})
 
 
 @lie("O4 require_rows", "the row of a silent site")
 def tell_silent_row(inside):
     world = World()
     plan = world.masked()
-    in_sum = names(4)
+    in_sum = site_names(4)
     world.server.agree(SITE, plan, in_sum)
     agreed = world.signed(plan, in_sum, 4)
-    rows = world.server.rows(SITE, plan, in_sum if inside else names(5))
+    rows = world.server.rows(SITE, plan, in_sum if inside else site_names(5))
     return world.open(plan, in_sum, agreed, rows)
 
 
@@ -609,10 +609,10 @@ def tell_silent_row(inside):
 def tell_missing_row(inside):
     world = World()
     plan = world.masked()
-    rows = world.server.rows(SITE, plan, names(5))
+    rows = world.server.rows(SITE, plan, site_names(5))
     if not inside:
         del rows["s03"]
-    return world.open(plan, names(5), rows=rows)
+    return world.open(plan, site_names(5), rows=rows)
 
 
 @lie("boot _load", "a plan of another boot")
@@ -620,7 +620,7 @@ def tell_old_boot(inside):
     world = World()
     plan = world.masked()
     world.server.boots[SITE] = "boot-0" if inside else "boot-1"
-    return world.open(plan, names(5))
+    return world.open(plan, site_names(5))
 
 
 # What refuses a lie when its own rule is off.
@@ -693,11 +693,11 @@ def test_every_rule_has_a_lie():
 
 def test_an_entry_of_too_few_sites_of_a_list_is_refused():
     """With T8 and A3 no list can have one: of 5 sites, 4 send each entry, so each list of 4 has 3 of them."""
-    table = table_of(names(3))
+    table = table_of(site_names(3))
     plan = World().plan(entries=digest_of(table))
-    plan_checks.require_entries_of_sum(plan, table, names(5))
+    plan_checks.require_entries_of_sum(plan, table, site_names(5))
     with pytest.raises(PolicyError, match="expected none or at least 3 sites in the sum, found 2; no share"):
-        plan_checks.require_entries_of_sum(plan, table, names(5)[1:])
+        plan_checks.require_entries_of_sum(plan, table, site_names(5)[1:])
 
 
 def test_keys_of_another_run_are_refused():
@@ -741,20 +741,20 @@ def test_a_row_that_is_not_this_holders_is_left_out(wrong):
     """Names and plan are in key and context of a row, and each plan has new prekeys: no single rule can be off."""
     world = World()
     before = world.masked()
-    earlier = world.server.rows(SITE, before, names(5))
+    earlier = world.server.rows(SITE, before, site_names(5))
     plan = world.masked(attempt=1)
-    rows = world.server.rows(SITE, plan, names(5))
+    rows = world.server.rows(SITE, plan, site_names(5))
     good = rows["s02"]
     rows["s02"] = {
         "plan": earlier["s02"],
-        "holder": world.server.rows("s01", plan, names(5))["s02"],
+        "holder": world.server.rows("s01", plan, site_names(5))["s02"],
         "dealer": rows["s03"],
         "length": good[:-32],
         "garbage": liar.GARBAGE,
     }[wrong]
-    answer = world.open(plan, names(5), rows=rows)
+    answer = world.open(plan, site_names(5), rows=rows)
     assert answer.unread == ("s02",)
-    assert set(answer.own) == set(names(5)) - {"s02"}
+    assert set(answer.own) == set(site_names(5)) - {"s02"}
     assert answer.pairs == {}
 
 
@@ -774,7 +774,7 @@ def test_a_row_is_bound_to_plan_dealer_and_holder():
 def test_answer_of_an_opening_has_no_share_of_silent_sites_own_masks():
     world = World()
     plan = world.masked()
-    world.server.agree(SITE, plan, names(4))
-    answer = world.open(plan, names(4), world.signed(plan, names(4), 4))
-    assert set(answer.own) == set(names(4))
-    assert {site: set(pairs) for site, pairs in answer.pairs.items()} == {site: {"s04"} for site in names(4)}
+    world.server.agree(SITE, plan, site_names(4))
+    answer = world.open(plan, site_names(4), world.signed(plan, site_names(4), 4))
+    assert set(answer.own) == set(site_names(4))
+    assert {site: set(pairs) for site, pairs in answer.pairs.items()} == {site: {"s04"} for site in site_names(4)}

@@ -18,12 +18,13 @@ from fedveil.errors import QuorumError
 from fedveil.federation.secagg.in_process import InProcessSecureSums
 from fedveil.federation.secagg.plan_checks import SiteRequirements
 from fedveil.federation.secagg.server import SecAggConfig
-from tests.fedveil.federation.secagg.liar import RUN, names, verify_once
+from fedveil.testing.lying_server import RUN, remembered_signatures, site_names
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    verify_once(monkeypatch)
+def quick():
+    with remembered_signatures():
+        yield
 
 
 UPLOAD, AGREE, OPEN, NEVER = range(4)
@@ -83,7 +84,7 @@ def check_pattern(silent_from: Mapping[str, int], settings: SecAggConfig) -> boo
 
 def check_all(sites: int, colluding: int, quorum: int, patterns) -> None:
     settings = SecAggConfig(least=min(3, sites), threshold=quorum, colluding=colluding)
-    sums = [check_pattern(dict(zip(names(sites), pattern, strict=True)), settings) for pattern in patterns]
+    sums = [check_pattern(dict(zip(site_names(sites), pattern, strict=True)), settings) for pattern in patterns]
     print(f"silence: {sites} sites, quorum {quorum}: {len(sums)} patterns, {sum(sums)} sums")
     assert 0 < sum(sums) < len(sums)
 
@@ -121,9 +122,9 @@ def test_neighbors_of_twelve_sites_over_random_lists(games):
     rng, sums = random.Random(games), 0
     settings = SecAggConfig(least=3, threshold=7, colluding=1, neighbours=6)
     for _ in range(games):
-        silent_from = {site: rng.choice((NEVER, NEVER, NEVER, UPLOAD, OPEN)) for site in names(12)}
-        silent_from |= dict.fromkeys(rng.sample(names(12), 8), NEVER)
-        local = InProcessSecureSums(RUN, settings, names(12), SiteRequirements(3, 2))
+        silent_from = {site: rng.choice((NEVER, NEVER, NEVER, UPLOAD, OPEN)) for site in site_names(12)}
+        silent_from |= dict.fromkeys(rng.sample(site_names(12), 8), NEVER)
+        local = InProcessSecureSums(RUN, settings, site_names(12), SiteRequirements(3, 2))
         try:
             total = run_round(local, silent_from)
         except QuorumError:  # too few holders of a site are left
@@ -139,10 +140,10 @@ def test_neighbors_of_twelve_sites_over_random_lists(games):
 
 
 def test_a_site_that_missed_the_agreement_opens():
-    local = InProcessSecureSums(RUN, SecAggConfig(least=3, threshold=3, colluding=0), names(5))
-    silent_from = dict(zip(names(5), (UPLOAD, AGREE, NEVER, NEVER, NEVER), strict=True))
-    attempt = local.begin(0, 0, names(5))
-    for site in names(5)[1:]:
+    local = InProcessSecureSums(RUN, SecAggConfig(least=3, threshold=3, colluding=0), site_names(5))
+    silent_from = dict(zip(site_names(5), (UPLOAD, AGREE, NEVER, NEVER, NEVER), strict=True))
+    attempt = local.begin(0, 0, site_names(5))
+    for site in site_names(5)[1:]:
         vector = vector_of(site)
         attempt.add(site, vector, local.mask(site, attempt.plan, vector))
     attempt.close()
@@ -152,23 +153,23 @@ def test_a_site_that_missed_the_agreement_opens():
     wanted = attempt.open_requests()
     for site in ("s01", "s03", "s04"):
         attempt.take_opening(site, local.sites[site].open(wanted[site]))
-    assert np.array_equal(attempt.total(), sum((vector_of(s) for s in names(5)[1:]), np.zeros(6, np.uint32)))
+    assert np.array_equal(attempt.total(), sum((vector_of(s) for s in site_names(5)[1:]), np.zeros(6, np.uint32)))
 
 
 def test_an_attempt_without_enough_uploads_is_repeated_with_the_same_sites():
-    local = InProcessSecureSums(RUN, SecAggConfig(), names(4))
-    attempt = local.begin(0, 0, names(4))
-    for site in names(2):
+    local = InProcessSecureSums(RUN, SecAggConfig(), site_names(4))
+    attempt = local.begin(0, 0, site_names(4))
+    for site in site_names(2):
         vector = vector_of(site)
         upload = local.mask(site, attempt.plan, vector)
         attempt.add(site, vector, upload)
         local.coordinator.keep(site, attempt.plan, upload.next)
     with pytest.raises(QuorumError):
         attempt.close()
-    again = local.begin(0, local.coordinator.next_attempt(0, names(2)), names(4))
+    again = local.begin(0, local.coordinator.next_attempt(0, site_names(2)), site_names(4))
     assert again.plan.attempt == 1
-    for site in names(4):
+    for site in site_names(4):
         vector = vector_of(site)
         again.add(site, vector, local.mask(site, again.plan, vector))
     local.unmask(again)
-    assert np.array_equal(again.total(), sum((vector_of(s) for s in names(4)), np.zeros(6, np.uint32)))
+    assert np.array_equal(again.total(), sum((vector_of(s) for s in site_names(4)), np.zeros(6, np.uint32)))

@@ -21,11 +21,12 @@ from fedveil.federation.secagg import crypto, derivations
 from fedveil.federation.secagg.messages import AgreeRequest, KeysRequest, OpenRequest
 from fedveil.federation.secagg.plan import AttemptPlan, agreed_text, list_digest
 from fedveil.federation.secagg.state import SiteSecAggState
+from fedveil.testing.lying_server import RUN, LyingServer, site_names, terms_of
 from tests.conftest import ROOT
-from tests.fedveil.federation.secagg.liar import RUN, FileStore, LyingServer, names, terms_of
+from tests.fedveil.federation.secagg.file_store import FileStore
 
 SITE = "s00"
-SITES = names(4)
+SITES = site_names(4)
 LISTS = (("s00", "s01", "s02"), ("s00", "s01", "s03"), tuple(SITES))
 ATTEMPTS = ((0, 0), (0, 1), (1, 0))
 
@@ -182,10 +183,11 @@ from pathlib import Path
 import numpy as np
 from fedveil.federation.secagg.messages import AgreeRequest, OpenRequest
 from fedveil.federation.secagg.plan import AttemptPlan
-from tests.fedveil.federation.secagg.liar import FileStore, LyingServer, names, terms_of
+from fedveil.testing.lying_server import LyingServer, site_names, terms_of
+from tests.fedveil.federation.secagg.file_store import FileStore
 folder, kind = Path(sys.argv[1]), sys.argv[2]
 store = FileStore(folder, lambda state: os.kill(os.getpid(), signal.SIGKILL))
-server = LyingServer(names(4), stores={"s00": store})
+server = LyingServer(site_names(4), stores={"s00": store})
 site, data = server.sites["s00"], (folder / "request").read_bytes()
 if kind == "mask":
     plan = AttemptPlan.from_bytes(data)
@@ -399,7 +401,7 @@ def learn_from_file(server: LyingServer, site: str, data: bytes) -> None:
 
 def masked_by_all(tmp_path, count: int = 5) -> tuple[LyingServer, AttemptPlan, dict[str, bytes], dict[str, bytes]]:
     """Return a server with all uploads, and all sites' files before and after masking."""
-    sites = names(count)
+    sites = site_names(count)
     for site in sites:
         (tmp_path / site).mkdir()
     server = LyingServer(sites, stores={site: FileStore(tmp_path / site) for site in sites})

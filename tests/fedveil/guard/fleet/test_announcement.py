@@ -75,11 +75,12 @@ def test_every_field_is_the_instruction_s(change: dict[str, Any], reason: Refusa
     ids=["unknown", "another site's", "expired", "both"],
 )
 def test_an_instruction_is_the_site_s_own_and_open(row: Any) -> None:
-    """In the same words for all: else a site learns of the others' instructions."""
+    """In the same words for all that are not its own: else a site learns of the others' instructions."""
     reply = make_reply()
     with pytest.raises(FleetCallRefused) as why:
         reply.announcement(row)
-    assert why.value.reason is RefusalReason.FOREIGN_INSTRUCTION
+    is_own = row is not None and row.node_id == NODE
+    assert why.value.reason is (RefusalReason.ENDED if is_own else RefusalReason.FOREIGN_INSTRUCTION)
 
 
 @pytest.mark.parametrize("text", ["", "ab" * 31, "AB" * 32, "ab" * 33, "ab" * 31 + "\n\n", "x" * 64])

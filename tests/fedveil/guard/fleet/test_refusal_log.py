@@ -89,6 +89,14 @@ def test_twenty_in_an_hour_are_none(log: Log) -> None:
     assert log.lines("rogue") == []
 
 
+@pytest.mark.parametrize("reason", RefusalReason)
+def test_what_the_server_itself_causes_makes_no_rogue(log: Log, reason: RefusalReason) -> None:
+    of_honest_sites = {RefusalReason.ANSWERED, RefusalReason.ENDED, RefusalReason.DROPPED, RefusalReason.STORAGE}
+    log.refuse(30, reason=reason)
+    assert len(log.lines("rogue")) == (reason not in of_honest_sites)
+    assert [line["reason"] for line in log.lines()] == [reason.value]
+
+
 def test_a_log_that_cannot_be_written_changes_no_refusal(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_given: Any) -> None:
         raise StateError("the disk is full")

@@ -7,12 +7,14 @@ import random
 import shutil
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from flwr.app import Error
 from flwr.common.constant import SubStatus
 from flwr.supercore.constant import OBJECT_PUSH_SESSION_TTL_SECONDS
+from flwr.supercore.error import FlowerError
 from flwr.supercore.logger import LOGGER_NAME
 from sqlalchemy.exc import OperationalError
 
@@ -211,13 +213,16 @@ def test_the_sum_of_a_reply_is_bounded(fleet: Fleet, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("of_disk", [False, True])
 def test_a_reply_without_room_waits(fleet: Fleet, of_disk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     reply = fleet.reply(NORTH)
+    if not of_disk:
+        half(fleet, NORTH, instruction=fleet.superlink.send(NORTH), content=upload(b"another"))
+    before = fleet.files()
     with monkeypatch.context() as patch:
         if of_disk:
             patch.setattr(fleet.port._staging._spool, "free_bytes", lambda: 1 << 30)
         else:
             patch.setattr(limits, "MAX_SPOOL_BYTES", 1 << 30)
         assert refused(fleet.announce, NORTH, reply.request) == (503, "no room for the reply")
-        assert fleet.files() == []
+        assert fleet.files() == before
     fleet.send(NORTH, reply)
     assert fleet.superlink.found(NORTH) == [NORTH]
 
@@ -225,12 +230,91 @@ def test_a_reply_without_room_waits(fleet: Fleet, of_disk: bool, monkeypatch: py
 def test_room_is_promised_to_whole_replies(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later it would leave all sites with halves."""
     monkeypatch.setattr(limits, "MAX_SPOOL_BYTES", limits.DEFAULT_REPLY_BYTES + 2 * limits.EXTRA_REPLY_BYTES)
-    half(fleet, NORTH)
+    for site in (NORTH, SOUTH):
+        half(fleet, site, instruction=fleet.superlink.send(site), content=upload(bytes([site])))
+    half(fleet, NORTH)  # north's second reply takes the space that all second ones share
     reply = fleet.reply(SOUTH)
     assert refused(fleet.announce, SOUTH, reply.request)[0] == 503
     fleet.send(NORTH, fleet.reply(NORTH, content=upload(b"whole")))
     fleet.send(SOUTH, reply)
     assert fleet.superlink.found(NORTH, SOUTH) == [NORTH, SOUTH]
+
+
+def test_several_registrations_of_one_member_leave_room_for_another_sites_reply(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them held a reply of 1 GiB open until the deadline, so eight of them shut all others out."""
+    monkeypatch.setattr(limits, "MAX_SPOOL_BYTES", limits.DEFAULT_REPLY_BYTES)
+    half(fleet, SOUTH)
+    second = fleet.reply(SOUTH, instruction=fleet.superlink.send(SOUTH), content=upload(b"second"))
+    assert refused(fleet.announce, SOUTH, second.request) == (503, "no room for the reply")
+    fleet.send(NORTH, fleet.reply(NORTH))
+    assert fleet.superlink.found(NORTH) == [NORTH]
+
+
+# Replies that the server has ended
+
+
+def end_by_hand_over(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Flower takes nothing of the reply, as after the end of its run."""
+
+    def fails(*_given: Any) -> None:
+        raise FlowerError(2007, "the run has ended")
+
+    monkeypatch.setattr(fleet.port._hand_over, "_flower", SimpleNamespace(push_messages=fails))
+    reply, answer, sent = half(fleet)
+    last = next(id_ for id_ in reply.objects if id_ not in sent)
+    assert fleet.push(NORTH, answer.session_id, last, reply.objects[last])
+    fleet.settle()
+    return reply, answer
+
+
+def end_by_sweep(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """It was idle for too long."""
+    reply, answer, _ = half(fleet)
+    monkeypatch.setattr(limits, "IDLE_SECONDS", -1.0)
+    fleet.port._staging.sweep(fleet.state, lambda _node: True)
+    return reply, answer
+
+
+def end_at_start(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """The next process finds its instruction over."""
+    reply, answer, _ = half(fleet)
+    staging = fleet.port._staging
+    staging._open.clear()
+    monkeypatch.setattr(staging, "_clock", lambda: time.time() + 1e6)
+    staging.recover(fleet.state)
+    return reply, answer
+
+
+@pytest.mark.parametrize("end", [end_by_hand_over, end_by_sweep, end_at_start])
+def test_a_site_that_goes_on_with_a_reply_which_the_server_has_ended_is_no_rogue(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, end: Any
+) -> None:
+    """A SuperNode pushes the other objects of a reply too before it gives the reply up."""
+    reply, answer = end(fleet, monkeypatch)
+    for _ in range(10):
+        for id_, content in reply.objects.items():
+            said = refused(fleet.push, NORTH, answer.session_id, id_, content)
+            assert said == (403, "reply was dropped: late, idle or replaced")
+    assert fleet.lines("rogue") == []
+    assert refused(fleet.push, SOUTH, answer.session_id, *next(iter(reply.objects.items())))[1] == "unknown session"
+
+
+def test_a_reply_after_its_instructions_end_is_late_and_no_rogue(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    reply = fleet.reply(NORTH)
+    monkeypatch.setattr(fleet.port._staging, "_clock", lambda: time.time() + 1e6)
+    for _ in range(30):
+        assert refused(fleet.announce, NORTH, reply.request) == (403, "instruction has ended")
+    assert refused(fleet.announce, SOUTH, reply.request)[1] != "instruction has ended"
+    assert fleet.lines("rogue") == []
+
+
+def test_no_more_dropped_replies_of_a_site_are_remembered_than_it_needs(fleet: Fleet) -> None:
+    for number in range(20):
+        half(fleet, content=upload(bytes([number])))
+    remembered = fleet.port._staging._dropped[fleet.nodes[NORTH]]
+    assert len(remembered) == limits.REMEMBERED_DROPPED_REPLIES
 
 
 @pytest.mark.parametrize("error", [OSError(28, "no space left"), OperationalError("x", {}, Exception("locked"))])
@@ -323,7 +407,10 @@ def test_a_reply_that_is_dropped_while_an_object_is_written_leaves_nothing(
 
     monkeypatch.setattr(spool, "put_object", slow)
     id_ = reply.of_type("ArrayChunk")
-    assert refused(fleet.push, NORTH, answer.session_id, id_, reply.objects[id_]) == (403, "unknown session")
+    assert refused(fleet.push, NORTH, answer.session_id, id_, reply.objects[id_]) == (
+        403,
+        "reply was dropped: late, idle or replaced",
+    )
     (staged,) = fleet.staged(NORTH)
     assert [path.parent.name for path in fleet.files()] == [staged.session]
 

@@ -2,74 +2,56 @@
 
 What the server knows is computed from real answers. A masked vector is y_i = x_i + own mask + pair masks, and every
 mask is unknown until t of its secret's shares are known, or its secret. What is left is a system of linear equations;
-`Sums` are the combinations of the masked vectors in which no unknown mask remains.
+`ComputableSums` are the combinations of the masked vectors in which no unknown mask remains.
+
+The attacker of tests and benchmarks of secure aggregation (fedveil/federation/secagg).
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from pathlib import Path
+from functools import partial
+from typing import Any, TypeVar
+from unittest import mock
 
 import numpy as np
-import pytest
+from numpy.typing import NDArray
 
-from fedveil.errors import FedVeilError
+from fedveil.errors import FedVeilError, StateError
 from fedveil.federation.secagg import crypto, derivations, mask_streams, shamir
 from fedveil.federation.secagg.messages import AgreeRequest, KeysRequest, OpenRequest, OpenResponse, UploadAttachment
 from fedveil.federation.secagg.plan import AttemptPlan, Prekey, agreed_text, list_digest, quorum_of
 from fedveil.federation.secagg.plan_checks import RoundTerms, SiteRequirements
 from fedveil.federation.secagg.roster import SigningKeyRoster, roster_digest
+from fedveil.federation.secagg.schema import SecAggMessage
 from fedveil.federation.secagg.site import SecAggSite
-from fedveil.federation.secagg.state import MemorySecAggStore, SiteSecAggState
-from fedveil.records.atomic_files import write_atomic
+from fedveil.federation.secagg.state import MemorySecAggStore, SecAggStore
 
 RUN = "run-27182"
 CONFIG = hashlib.sha256(b"the run config").hexdigest()
-TRUE = hashlib.sha256(b"the weights").hexdigest()
-POISON = hashlib.sha256(b"weights with which every site's vector is zero").hexdigest()
+TRUE_BROADCAST = hashlib.sha256(b"the weights").hexdigest()
+POISONED_BROADCAST = hashlib.sha256(b"weights with which every site's vector is zero").hexdigest()
 GARBAGE = "00" * 44
 LENGTH = 4
 
+Statement = TypeVar("Statement", bound=SecAggMessage)
+Answer = TypeVar("Answer")
 
-def names(count: int) -> list[str]:
+
+def site_names(count: int) -> list[str]:
     """Return s00, s01, ..."""
     return [f"s{i:02}" for i in range(count)]
 
 
-@dataclass(frozen=True)
-class FileStore:
-    """A site's state in a folder, written as `FileSecAggStore` does. Calls `after_save` once the state is on disk."""
-
-    folder: Path
-    after_save: Callable[[SiteSecAggState], None] = lambda state: None
-
-    @property
-    def file(self) -> Path:
-        return self.folder / "secure.json"
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        with (self.folder / "secure.lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-
-    def load(self) -> SiteSecAggState | None:
-        return SiteSecAggState.from_bytes(self.file.read_bytes()) if self.file.exists() else None
-
-    def save(self, kept: SiteSecAggState) -> None:
-        write_atomic(self.file, kept.to_bytes())
-        self.after_save(kept)
-
-
-def verify_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verify each signature once, and remember the result."""
+@contextlib.contextmanager
+def remembered_signatures() -> Iterator[None]:
+    """Verify each signature once, and remember the result: a search repeats the same requests thousands of times."""
     known: dict[tuple[bytes, bytes, bytes], bool] = {}
     verify = crypto.is_signed
 
@@ -79,15 +61,18 @@ def verify_once(monkeypatch: pytest.MonkeyPatch) -> None:
             known[asked] = verify(*asked)
         return known[asked]
 
-    monkeypatch.setattr(crypto, "is_signed", is_signed)
+    with mock.patch.object(crypto, "is_signed", is_signed):
+        yield
 
 
-def with_fields(statement, **changes):
+def with_fields(statement: Statement, **changes: Any) -> Statement:
     """Return the statement with other values, checked as one that came over the wire."""
-    return type(statement).from_bytes(type(statement).model_validate(statement.model_dump() | changes).to_bytes())
+    changed = type(statement).model_validate(statement.model_dump() | changes)
+    read: Statement = type(statement).from_bytes(changed.to_bytes())
+    return read
 
 
-def terms_of(plan: AttemptPlan, roster: str = "", **changes) -> RoundTerms:
+def terms_of(plan: AttemptPlan, roster: str = "", **changes: Any) -> RoundTerms:
     """Return what a site knows of the client round if the server wrote the run config to fit the plan."""
     return replace(
         RoundTerms(
@@ -100,14 +85,14 @@ def terms_of(plan: AttemptPlan, roster: str = "", **changes) -> RoundTerms:
 
 
 @dataclass(frozen=True)
-class Upload:
+class ObservedUpload:
     """A masked vector that the server got, and the true one, which only the tests know."""
 
     site: str
     plan: AttemptPlan
-    vector: np.ndarray
+    vector: NDArray[np.uint32]
     attached: UploadAttachment
-    true: np.ndarray
+    true: NDArray[np.uint32]
     number: int
 
     @property
@@ -116,7 +101,7 @@ class Upload:
         return self.site, self.plan.round, self.plan.broadcast
 
 
-Share = tuple[int, str, str]  # the upload's number, the partner of the pair or "", the holder
+ShareKey = tuple[int, str, str]  # the upload's number, the partner of the pair or "", the holder
 
 
 class LyingServer:
@@ -136,7 +121,7 @@ class LyingServer:
         honest: Collection[str],
         colluders: Collection[str] = (),
         demands: SiteRequirements | None = None,
-        stores: Mapping[str, object] | None = None,
+        stores: Mapping[str, SecAggStore] | None = None,
         unlisted: Collection[str] = (),
     ) -> None:
         self.honest, self.colluders = sorted(honest), sorted(colluders)
@@ -150,13 +135,13 @@ class LyingServer:
         self.sites = {
             name: SecAggSite(
                 RUN, name, keys[name], (stores or {}).get(name) or MemorySecAggStore(), demands,
-                lambda name=name: self.boots[name],
+                partial(self.boots.__getitem__, name),
             )
             for name in self.names
         }  # fmt: skip
-        self.uploads: list[Upload] = []
-        self.numbered: list[Upload] = []
-        self.shares: dict[Share, bytes] = {}
+        self.uploads: list[ObservedUpload] = []
+        self.numbered: list[ObservedUpload] = []
+        self.shares: dict[ShareKey, bytes] = {}
         self.signatures: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
         self.asked: Counter[tuple[str, bool]] = Counter()
         self._private: dict[str, bytes] = {}  # of colluders, by public half
@@ -168,17 +153,21 @@ class LyingServer:
         prekey = self.sites[site].ready(KeysRequest(run=RUN)).prekey
         if site in self.colluders:
             state = self.sites[site].store.load()
+            if state is None or state.next is None:
+                raise StateError(f"{site}: expected the prekey that it has just named in its state, found none")
             self._private[prekey.key] = bytes.fromhex(state.next.private)
         return prekey
 
-    def plan(self, round_: int = 0, attempt: int = 0, cohort: Collection[str] | None = None, **changes) -> AttemptPlan:
+    def plan(
+        self, round_: int = 0, attempt: int = 0, cohort: Collection[str] | None = None, **changes: Any
+    ) -> AttemptPlan:
         """Return a plan for these sites with numbers as a server that follows the protocol would have them."""
         members = tuple(self.prekey(site) for site in sorted(cohort or self.names))
         colluding = changes.get("colluding", 1)
         quorum = changes.get("quorum", quorum_of(0, len(members), colluding))
         fields = {
             "run": RUN, "round": round_, "attempt": attempt, "roster": self.roster_digest, "app": "", "config": CONFIG,
-            "broadcast": TRUE, "entries": "", "bits": 32, "most_weight": 1, "bound": 64.0, "noise": "site",
+            "broadcast": TRUE_BROADCAST, "entries": "", "bits": 32, "most_weight": 1, "bound": 64.0, "noise": "site",
             "least": min(3, len(members)), "colluding": colluding, "quorum": quorum, "threshold": quorum,
             "neighbours": 0, "members": members,
         }  # fmt: skip
@@ -186,7 +175,7 @@ class LyingServer:
 
     # Requests
 
-    def mask(self, site: str, plan: AttemptPlan, terms: RoundTerms | None = None) -> Upload | None:
+    def mask(self, site: str, plan: AttemptPlan, terms: RoundTerms | None = None) -> ObservedUpload | None:
         """Ask a site to mask its vector for a plan; None if it refuses."""
         true = true_vector(site, plan)
         hidden = true.copy()
@@ -194,7 +183,7 @@ class LyingServer:
             attached = self.sites[site].mask(plan, terms or terms_of(plan, self.roster), hidden)
         except FedVeilError:
             return self._count("mask", None)
-        upload = Upload(site, plan, hidden, attached, true, len(self.numbered))
+        upload = ObservedUpload(site, plan, hidden, attached, true, len(self.numbered))
         if site in self.honest:
             self.uploads.append(upload)
             self.numbered.append(upload)
@@ -216,8 +205,8 @@ class LyingServer:
         site: str,
         plan: AttemptPlan,
         in_sum: Iterable[str],
-        agreed: Mapping[str, str] | None = None,
-        rows: Mapping[str, str] | None = None,
+        agreed: dict[str, str] | None = None,
+        rows: dict[str, str] | None = None,
     ) -> OpenResponse | None:
         """Ask a site for its shares; None if it refuses. The certificate is the best that the server has."""
         in_sum = tuple(sorted(in_sum))
@@ -235,7 +224,7 @@ class LyingServer:
         self.shares |= self._opened_shares(site, plan, answer)
         return self._count("open", answer)
 
-    def _count(self, kind: str, answer):
+    def _count(self, kind: str, answer: Answer) -> Answer:
         self.asked[kind, answer is not None] += 1
         return answer
 
@@ -261,10 +250,11 @@ class LyingServer:
 
     # Knowledge
 
-    def _colluders_shares(self, upload: Upload) -> dict[Share, bytes]:
+    def _colluders_shares(self, upload: ObservedUpload) -> dict[ShareKey, bytes]:
         """Return the shares of an upload's secrets that colluders hold."""
         plan, dealer = upload.plan, upload.site
-        partners, found = ["", *plan.partners(dealer)], {}
+        partners = ["", *plan.partners(dealer)]
+        found: dict[ShareKey, bytes] = {}
         for holder in self.colluders:
             if holder not in plan.holders(dealer):
                 continue
@@ -276,7 +266,7 @@ class LyingServer:
             found |= {(upload.number, other, holder): share for other, share in zip(partners, shares, strict=True)}
         return found
 
-    def _opened_shares(self, holder: str, plan: AttemptPlan, answer: OpenResponse) -> dict[Share, bytes]:
+    def _opened_shares(self, holder: str, plan: AttemptPlan, answer: OpenResponse) -> dict[ShareKey, bytes]:
         """Return an answer's shares by the secrets that they are of, which the dealers' digests tell."""
         texts = [(dealer, "", text) for dealer, text in answer.own.items()]
         texts += [(dealer, other, text) for dealer, pairs in answer.pairs.items() for other, text in pairs.items()]
@@ -286,7 +276,7 @@ class LyingServer:
                 found[share] = bytes.fromhex(text)
         return found
 
-    def _share_of(self, holder: str, dealer: str, other: str, plan: AttemptPlan, share: bytes) -> Share | None:
+    def _share_of(self, holder: str, dealer: str, other: str, plan: AttemptPlan, share: bytes) -> ShareKey | None:
         """Find the secret that a share is of: most likely as the server asked, but any plan's and partner's will do."""
         of_dealer = [upload for upload in self.numbered if upload.site == dealer]
         for upload in sorted(of_dealer, key=lambda upload: upload.plan.digest != plan.digest):
@@ -300,7 +290,7 @@ class LyingServer:
                     return upload.number, partner, holder
         return None
 
-    def secret(self, upload: Upload, other: str) -> bytes | None:
+    def secret(self, upload: ObservedUpload, other: str) -> bytes | None:
         """Return the secret of the upload's own mask ("") or of a pair, if t shares of it are known."""
         plan = upload.plan
         shares = {
@@ -312,7 +302,7 @@ class LyingServer:
             return None
         return shamir.combine_shares(dict(itertools.islice(shares.items(), plan.threshold)))
 
-    def pair_secret(self, upload: Upload, other: str) -> bytes | None:
+    def pair_secret(self, upload: ObservedUpload, other: str) -> bytes | None:
         """Return the secret of a pair from shares of either end, or because the other end works with the server."""
         plan = upload.plan
         if other in self.colluders:
@@ -323,9 +313,8 @@ class LyingServer:
         ends += [(u, upload.site) for u in self.uploads if u.site == other and u.plan.digest == plan.digest]
         return next((found for u, o in ends if (found := self.secret(u, o)) is not None), None)
 
-    def sums(self, is_counted: Callable[[Upload], bool] = lambda upload: True) -> Sums:
+    def sums(self, is_counted: Callable[[ObservedUpload], bool] = lambda upload: True) -> ComputableSums:
         """Return the combinations of masked vectors in which no unknown mask remains."""
-        usable: dict[int, set[tuple[str, str, str]]] = {}
         signs: dict[int, dict[tuple[str, str, str], int]] = {}
         known: dict[tuple[str, str, str], bool] = {}
         for upload in self.uploads:
@@ -333,46 +322,45 @@ class LyingServer:
                 continue
             p, site = upload.plan.digest, upload.site
             for other in upload.plan.partners(site):
-                pair = (p, *sorted((site, other)))
+                pair = (p, min(site, other), max(site, other))
                 if pair not in known:
                     known[pair] = other in self.colluders or self._is_known(upload, other)
                     known[pair] = known[pair] or any(
                         self._is_known(u, site) for u in self.uploads if u.site == other and u.plan.digest == p
                     )
                 if not known[pair]:
-                    usable.setdefault(upload.number, set()).add(pair)
                     signs.setdefault(upload.number, {})[pair] = 1 if site < other else -1
-            usable.setdefault(upload.number, set())
             signs.setdefault(upload.number, {})
-        return Sums(self, _null_space(signs))
+        return ComputableSums(self, _null_space(signs))
 
-    def _is_known(self, upload: Upload, other: str) -> bool:
+    def _is_known(self, upload: ObservedUpload, other: str) -> bool:
         plan = upload.plan
         shares = sum((upload.number, other, holder) in self.shares for holder in plan.holders(upload.site))
         return shares >= plan.threshold
 
-    def unmasked(self, combination: Mapping[int, int]) -> np.ndarray:
+    def unmasked(self, combination: Mapping[int, int]) -> NDArray[np.uint32]:
         """Return a combination of the masked vectors without the masks that are known, by the number of the upload."""
         total = np.zeros(LENGTH, np.uint32)
         for number, factor in combination.items():
             upload, p = self.numbered[number], self.numbered[number].plan.digest
             vector = upload.vector.copy()
             own = self.secret(upload, "")
-            assert own is not None
-            assert derivations.own_secret_digest(own, p, upload.site) == upload.attached.own
+            if own is None or derivations.own_secret_digest(own, p, upload.site) != upload.attached.own:
+                raise StateError(f"{upload.site}: expected the secret of its own mask from its shares, found another")
             masks = [derivations.own_mask(own, p, upload.site)]
             for other in upload.plan.partners(upload.site):
                 if (secret := self.pair_secret(upload, other)) is not None:
-                    assert derivations.pair_secret_digest(secret, p, upload.site, other) == upload.attached.pairs[other]
+                    if derivations.pair_secret_digest(secret, p, upload.site, other) != upload.attached.pairs[other]:
+                        raise StateError(f"{upload.site}, {other}: expected the secret of their mask, found another")
                     masks.append(derivations.pairwise_mask(secret, p, upload.site, other))
             mask_streams.add_masks(vector, [replace(mask, sign=-mask.sign) for mask in masks])
             total += vector * np.uint32(factor % (1 << 32))
         return total
 
 
-def true_vector(site: str, plan: AttemptPlan) -> np.ndarray:
+def true_vector(site: str, plan: AttemptPlan) -> NDArray[np.uint32]:
     """Return a site's vector of a round: one that the server knows where it sent the site the poison."""
-    if plan.broadcast == POISON:
+    if plan.broadcast == POISONED_BROADCAST:
         return np.zeros(LENGTH, np.uint32)
     seed = hashlib.sha256(f"{site} {plan.round} {plan.broadcast}".encode()).digest()
     return np.frombuffer(seed[: 4 * LENGTH], "<u4").copy()
@@ -436,7 +424,7 @@ def _left_null_space(uploads: list[int], matrix: list[list[int]]) -> list[dict[i
 
 
 @dataclass
-class Sums:
+class ComputableSums:
     """All combinations of masked vectors that the server can compute.
 
     Attributes:
@@ -457,7 +445,7 @@ class Sums:
                 uploads[u].unknown
                 for combination in self.basis
                 for u in combination
-                if uploads[u].plan.broadcast != POISON and uploads[u].site not in exempt
+                if uploads[u].plan.broadcast != POISONED_BROADCAST and uploads[u].site not in exempt
             }
         )
         place = {unknown: i for i, unknown in enumerate(unknowns)}
@@ -494,7 +482,8 @@ class Sums:
         expected = np.zeros(LENGTH, np.uint32)
         for u, factor in combination.items():
             expected += self.server.numbered[u].true * np.uint32(factor % (1 << 32))
-        assert np.array_equal(self.server.unmasked(combination), expected)
+        if not np.array_equal(self.server.unmasked(combination), expected):
+            raise StateError("sums: expected the true vectors' combination without its masks, found another one")
         return weight
 
 
@@ -526,199 +515,3 @@ def _candidates(vectors: list[list[int]]) -> Iterator[list[int]]:
                     for i, value in null[0].items():
                         factors[chosen[i]] = value
                     yield factors
-
-
-List = tuple[str, ...]
-Requests = Mapping[str, List | None]  # by site, the list that it is asked to sign and to open first
-
-
-class Game(LyingServer):
-    """A lying server that starts over again and again, with the same sites.
-
-    A site's answer depends on its state and the request alone. So each is asked once in each of its states; the
-    answer of the real object, and its state afterwards, are used in every later game.
-
-    Attributes:
-        set_back: sites whose state the adversary sets back before each request, to any that they ever had.
-        plans: all plans of this game.
-        games: number of games.
-    """
-
-    def __init__(self, honest: Collection[str], colluders: Collection[str] = (), **kwargs) -> None:
-        super().__init__(honest, colluders, **kwargs)
-        for name in self.names:
-            self.prekey(name)  # each game begins after it
-        self.set_back: set[str] = set()
-        self.games = 0
-        self._first = {name: self.sites[name].store.load() for name in self.names}
-        self._answers: dict[tuple, tuple] = {}
-        self._plans: dict[str, AttemptPlan] = {}
-        self._kept: list[object] = []  # no id is used twice
-        self._digests: dict[tuple[str, List], str] = {}
-        self._attacks: dict[tuple, int] = {}
-        self.start_over()
-
-    def start_over(self) -> None:
-        """Begin a new game: the sites as at first, and a server that has learned nothing."""
-        self.games += 1
-        self.uploads, self.shares, self.plans = [], {}, []
-        self.signatures = defaultdict(dict)
-        self.history = {name: [state] for name, state in self._first.items()}
-        for name, state in self._first.items():
-            self.sites[name].store.save(state)
-            self.boots[name] = "boot-0"
-
-    def plan(self, round_: int = 0, attempt: int = 0, cohort: Collection[str] | None = None, **changes) -> AttemptPlan:
-        """Return the same object for the same plan, so that answers of earlier games are used."""
-        plan = super().plan(round_, attempt, cohort, **changes)
-        return self._plans.setdefault(plan.digest + plan.broadcast, plan)
-
-    def ask(
-        self, kind: str, site: str, plan: AttemptPlan, in_sum: List = (), source: AttemptPlan | None = None
-    ) -> bool:
-        """Ask a site; return whether it answered. One that can be set back is asked in each state that it had."""
-        store = self.sites[site].store
-        states = self.history[site] if site in self.set_back else [store.load()]
-        for state in list(states):
-            store.save(state)
-            is_answered = self._ask_in_state(kind, site, plan, in_sum, source or plan)
-            if not any(store.load() is known for known in self.history[site]):
-                self.history[site].append(store.load())
-            if is_answered and site not in self.set_back:
-                return True
-        return False
-
-    def _ask_in_state(self, kind: str, site: str, plan: AttemptPlan, in_sum: List, source: AttemptPlan) -> bool:
-        store, state, depends = self.sites[site].store, self.sites[site].store.load(), ()
-        if kind == "open":
-            signers = frozenset(self.signatures[plan.digest, self._list_digest(plan, in_sum)])
-            depends = (signers, *(u.number for u in self.uploads if u.plan.digest == source.digest))
-        elif kind == "mask":
-            depends = (sum(u.site == site and u.plan is plan for u in self.uploads),)
-        key = (kind, site, id(state), self.boots[site], id(plan), in_sum, id(source), depends)
-        if key not in self._answers:
-            known, self.shares = self.shares, {}
-            uploads, self.uploads = self.uploads, list(self.uploads)
-            if kind == "mask":
-                answer = self.mask(site, plan)
-            elif kind == "agree":
-                answer = self.agree(site, plan, in_sum)
-            else:
-                answer = self.open(site, plan, in_sum, rows=self.rows(site, plan, in_sum, source))
-            self._answers[key] = (store.load(), answer, self.shares)
-            self._kept += [state, store.load(), plan, source]
-            self.shares, self.uploads = known, uploads
-        after, answer, learned = self._answers[key]
-        store.save(after)
-        if answer is None:
-            return False
-        if kind == "mask":
-            self.uploads.append(answer)
-        elif kind == "agree":
-            self.signatures[plan.digest, self._list_digest(plan, in_sum)][site] = answer
-        self.shares |= learned
-        return True
-
-    def _list_digest(self, plan: AttemptPlan, in_sum: List) -> str:
-        key = (plan.digest, in_sum)
-        if key not in self._digests:
-            self._digests[key] = list_digest(plan.digest, in_sum)
-        return self._digests[key]
-
-    def begin(self, plan: AttemptPlan, maskers: Collection[str] | None = None) -> None:
-        """Show a plan to honest sites of its cohort."""
-        self.plans.append(plan)
-        for site in self.honest if maskers is None else maskers:
-            if site in plan.by_name:
-                self.ask("mask", site, plan)
-
-    def restart(self, site: str) -> None:
-        """Restart a site's machine."""
-        self.boots[site] += "0"
-
-    def request(self, plan: AttemptPlan, requests: Requests) -> None:
-        """Ask each site to sign its list, then each to open the same one."""
-        for kind in ("agree", "open"):
-            for site, in_sum in requests.items():
-                if in_sum is not None:
-                    self.ask(kind, site, plan, in_sum)
-
-    def ask_everything(self, lists: Mapping[str, Collection[List]]) -> None:
-        """Ask every site to mask for every plan, to sign and open every list, until no site says anything new.
-
-        Args:
-            lists: by the plan's digest.
-        """
-        before = None
-        while before != (before := self._learned()):
-            for plan in self.plans:
-                for kind in ("agree", "open"):
-                    for site, in_sum in itertools.product(self.honest, lists[plan.digest]):
-                        if site in plan.by_name:
-                            self.ask(kind, site, plan, in_sum)
-            for plan in self.plans:
-                for site in self.honest:
-                    if site in plan.by_name and (site not in self.set_back or self._times(site, plan) < 2):
-                        self.ask("mask", site, plan)
-
-    def _times(self, site: str, plan: AttemptPlan) -> int:
-        return sum(upload.site == site and upload.plan is plan for upload in self.uploads)
-
-    def _learned(self) -> tuple[int, int, int]:
-        return len(self.shares), len(self.uploads), sum(map(len, self.signatures.values()))
-
-    def fewest(self, plan: AttemptPlan | None = None) -> int:
-        """Return the smallest number of honest vectors in what the server learned of one plan or all; 0: nothing."""
-        numbers = tuple(u.number for u in self.uploads if plan is None or u.plan is plan)
-        key = (numbers, frozenset(self.shares), frozenset(self.set_back))
-        if key not in self._attacks:
-            chosen = frozenset(numbers)
-            self._attacks[key] = self.sums(lambda upload: upload.number in chosen).attack(self.set_back)
-        return self._attacks[key]
-
-
-def lists_of(plan: AttemptPlan, honest: Collection[str], least: int) -> list[List]:
-    """Return all lists of at least so many sites; of colluders, which are all alike, only by their number."""
-    colluders = [site for site in plan.cohort if site not in honest]
-    sites = [site for site in plan.cohort if site in honest]
-    return [
-        tuple(sorted([*chosen, *colluders[:count]]))
-        for size in range(1, len(sites) + 1)
-        for chosen in itertools.combinations(sites, size)
-        for count in range(len(colluders) + 1)
-        if size + count >= least
-    ]
-
-
-def requests_modulo_symmetry(lists: Sequence[Collection[List]], honest: Collection[str]) -> Iterator[list[Requests]]:
-    """Yield every choice of a list, or none, by each honest site, for each plan; once up to renaming the sites."""
-    honest = sorted(honest)
-    options = {site: [[None, *(x for x in of_plan if site in x)] for of_plan in lists] for site in honest}
-    renamings = [dict(zip(honest, order, strict=True)) for order in itertools.permutations(honest)]
-    codes: dict[List | None, int] = {None: 0}
-    for of_plan in lists:
-        for in_sum in of_plan:
-            codes.setdefault(in_sum, len(codes))
-    renamed = [
-        {
-            code: codes.get(tuple(sorted(names_of.get(x, x) for x in in_sum)), -1) if in_sum else 0
-            for in_sum, code in codes.items()
-        }
-        for names_of in renamings
-    ]
-    indices = [[honest.index(names_of[site]) for site in honest] for names_of in renamings]
-    by_code = {code: in_sum for in_sum, code in codes.items()}
-    coded = [[tuple(codes[x] for x in choice) for choice in itertools.product(*options[site])] for site in honest]
-    for choice in itertools.product(*coded):
-        if _is_smallest(choice, renamed, indices):
-            yield [{site: by_code[choice[i][k]] for i, site in enumerate(honest)} for k in range(len(lists))]
-
-
-def _is_smallest(choice, renamed, indices) -> bool:
-    for mapping, index in zip(renamed, indices, strict=True):
-        other = [()] * len(choice)
-        for i, codes in enumerate(choice):
-            other[index[i]] = tuple(mapping[code] for code in codes)
-        if tuple(other) < choice and all(code >= 0 for codes in other for code in codes):
-            return False
-    return True

@@ -1,0 +1,313 @@
+"""Random games of a lying server with real sites, with every rule and without each.
+
+The claim, for plans with q signatures that withstand c colluding sites: of one plan no combination of vectors of fewer
+than max(q, least) - c honest sites, and of all plans of a round none of fewer than q - c. `search` plays until it finds
+something lighter; `RULE_REMOVALS` names the rules without which it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import random
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+from fedveil.errors import PolicyError
+from fedveil.federation.secagg import graph_connectivity, plan_checks
+from fedveil.federation.secagg.plan import AttemptPlan
+from fedveil.federation.secagg.plan_checks import SiteRequirements
+from fedveil.federation.secagg.site import SecAggSite
+from fedveil.federation.secagg.state import LivePlan, SiteSecAggState
+from fedveil.testing.lying_server import POISONED_BROADCAST, TRUE_BROADCAST, site_names
+from fedveil.testing.lying_server_games import LyingServerGame, SiteList, SiteRequests
+
+
+def least_quorum(sites: int, colluding: int) -> int:
+    """Return the smallest q that withstands so many colluding sites."""
+    return (sites + colluding) // 2 + 1
+
+
+def claimed_honest_sites(plan: AttemptPlan, colluding: int) -> int:
+    """Return the number of honest vectors that are in every sum of a plan."""
+    return plan.least_in_sum - colluding
+
+
+def find_violation(game: LyingServerGame, colluding: int) -> int:
+    """Return the number of honest vectors in a combination that is lighter than the claim; 0 if there is none."""
+    for plan in game.plans:
+        if 0 < (found := game.fewest(plan)) < claimed_honest_sites(plan, colluding):
+            return found
+    found = game.fewest()
+    return found if 0 < found < min(plan.quorum - colluding for plan in game.plans) else 0
+
+
+def plan_numbers(sites: int, colluding: int, quorum: int | None = None, **others: Any) -> dict[str, Any]:
+    """Return a plan's numbers for so many sites; the smallest quorum unless another is given."""
+    quorum = quorum or least_quorum(sites, colluding)
+    return {"colluding": colluding, "quorum": quorum, "threshold": quorum, "least": min(3, sites)} | others
+
+
+@dataclass
+class LyingServerScenario:
+    """Random games of one kind.
+
+    Attributes:
+        colluding: c, of the plans.
+        attempts: the plans' rounds, attempts, and numbers other than those of `plan_numbers`.
+        cohorts: smallest number of sites of a cohort; 0 = all sites in every one.
+        extra_colluders: colluding sites beyond c.
+        set_back: sites whose state the adversary sets back; they count to c.
+        unlisted: colluders that are in no roster.
+        is_poisoned: all honest sites but one get another message under a plan that is the same otherwise.
+        is_split: lists are as small as possible, and each site chooses its own.
+        absent, follows: shares of the sites that are asked nothing, and of those that are asked for the same list.
+        is_cut: the sites of two windows of the circle are silent, and all others sign that list.
+    """
+
+    sites: int
+    colluding: int
+    attempts: tuple[dict[str, Any], ...] = ({},)
+    cohorts: int = 0
+    extra_colluders: int = 0
+    set_back: int = 0
+    unlisted: bool = False
+    is_poisoned: bool = False
+    is_split: bool = False
+    is_cut: bool = False
+    absent: float = 0.15
+    follows: float = 0.6
+    demands: dict[str, Any] = field(default_factory=dict)
+
+    def game(self) -> LyingServerGame:
+        """Return a game between its server and its sites."""
+        sites = site_names(self.sites)
+        count = self.colluding - self.set_back + self.extra_colluders
+        colluders = sites[: max(count, 0)]
+        kwargs = {"unlisted": colluders} if self.unlisted else {}
+        game = LyingServerGame(sites[len(colluders) :], colluders, **kwargs)
+        if self.demands:
+            for name, site in game.sites.items():
+                game.sites[name] = replace(site, demands=replace(site.demands, **self.demands))
+        game.set_back = set(game.honest[: self.set_back])
+        return game
+
+
+def random_lists(
+    rng: random.Random, scenario: LyingServerScenario, plan: AttemptPlan, game: LyingServerGame
+) -> list[SiteList]:
+    """Return up to four lists, and the cohort; colluders are in most of them."""
+    honest = [site for site in plan.cohort if site in game.honest]
+    if scenario.is_split:
+        chosen = itertools.combinations(honest, max(plan.quorum - len(game.colluders), 1))
+        return [tuple(sorted([*game.colluders, *sites])) for sites in chosen]
+    if scenario.is_cut:
+        first, gap = rng.randrange(len(plan.circle)), rng.randint(3, 5)
+        turned = plan.circle[first:] + plan.circle[:first]
+        half = plan.neighbours // 2
+        silent = {*turned[:half], *turned[half + gap : 2 * half + gap]} - set(game.colluders)
+        return [tuple(site for site in plan.cohort if site not in silent)]
+    lists = [tuple(plan.cohort)]
+    for _ in range(rng.randint(1, 3)):
+        absent = rng.sample(plan.cohort, rng.randint(0, max(len(plan.cohort) - plan.quorum, 0)))
+        keep = set(game.colluders) if rng.random() < 0.9 else set()
+        lists.append(tuple(site for site in plan.cohort if site not in absent or site in keep))
+    return list(dict.fromkeys(lists))
+
+
+def random_requests(
+    rng: random.Random, scenario: LyingServerScenario, lists: list[SiteList], game: LyingServerGame
+) -> SiteRequests:
+    """Return a list for each honest site, or none; many are asked for the same one."""
+    favorite, order = rng.choice(lists), list(game.honest)
+    rng.shuffle(order)
+    requests: dict[str, SiteList | None] = {}
+    for site in order:
+        mine = [in_sum for in_sum in lists if site in in_sum]
+        if not mine or (rng.random() < scenario.absent and not (scenario.is_split or scenario.is_cut)):
+            requests[site] = None
+        else:
+            follows = favorite in mine and not scenario.is_split and rng.random() < scenario.follows
+            requests[site] = favorite if follows else rng.choice(mine)
+    return requests
+
+
+def random_plan(
+    rng: random.Random, scenario: LyingServerScenario, game: LyingServerGame, attempt: dict[str, Any]
+) -> AttemptPlan:
+    """Return a plan of an attempt, of all sites or a random cohort."""
+    cohort, changes = game.names, {k: v for k, v in attempt.items() if k not in ("round_", "attempt")}
+    if scenario.cohorts and game.plans:
+        chosen = rng.sample(game.honest, rng.randint(scenario.cohorts - len(game.colluders), len(game.honest)))
+        cohort = sorted([*chosen, *game.colluders])
+    quorum = changes.get("quorum", least_quorum(len(cohort), scenario.colluding))
+    fields = plan_numbers(len(cohort), scenario.colluding, quorum) | {"least": min(3, quorum)} | changes
+    return game.plan(attempt.get("round_", 0), attempt.get("attempt", 0), cohort, **fields)
+
+
+def play_random(scenario: LyingServerScenario, game: LyingServerGame, rng: random.Random) -> None:
+    """Play one game: plans, lists and orders are random; at the end each site is asked everything that is left."""
+    game.start_over()
+    by_plan: dict[str, list[SiteList]] = {}
+    for attempt in scenario.attempts:
+        plan = random_plan(rng, scenario, game, attempt)
+        shown = [(plan, [s for s in game.honest if rng.random() > scenario.absent / (1 if game.plans else 3)])]
+        if scenario.is_poisoned:
+            target = rng.choice(game.honest)
+            poisoned_numbers = plan_numbers(len(game.names), scenario.colluding) | {"least": plan.least}
+            poisoned = game.plan(**(attempt | {"broadcast": POISONED_BROADCAST}), **poisoned_numbers)
+            shown = [(plan, [target]), (poisoned, [site for site in game.honest if site != target])]
+        lists = random_lists(rng, scenario, plan, game)
+        for variant, maskers in shown:
+            by_plan[variant.digest] = lists
+            game.begin(variant, maskers)
+        requests = random_requests(rng, scenario, lists, game)
+        for variant, maskers in shown:
+            game.request(variant, {site: in_sum for site, in_sum in requests.items() if site in maskers})
+        if rng.random() < 0.05:
+            game.restart(rng.choice(game.honest))
+    game.ask_everything(by_plan)
+
+
+def search_for_violation(
+    scenario: LyingServerScenario, most: int, seed: int = 1, worlds: int = 1
+) -> tuple[int, int, Counter[int]]:
+    """Play until something lighter than the claim is found. Return the games, what was found, and all fewest."""
+    rng, played = random.Random(seed), 0
+    seen: Counter[int] = Counter()
+    for _ in range(worlds):
+        game = scenario.game()
+        for _ in range(most // worlds):
+            play_random(scenario, game, rng)
+            played += 1
+            seen[game.fewest()] += 1
+            if found := find_violation(game, scenario.colluding):
+                return played, found, seen
+    return played, 0, seen
+
+
+def _forget_list(site: SecAggSite, state: SiteSecAggState, plan: AttemptPlan, live: LivePlan) -> None:
+    site.store.save(state.model_copy(update={"fence": state.fence.model_copy(update={"signed": plan.round})}))
+
+
+def _save_after_answer(site: SecAggSite, state: SiteSecAggState, plan: AttemptPlan, live: LivePlan) -> None:
+    """Save nothing: the machine dies after the answer and before the write."""
+
+
+def _live_of_any_plan(site: SecAggSite, state: SiteSecAggState, plan: AttemptPlan) -> LivePlan:
+    if state.live is None:
+        raise PolicyError("expected a plan")
+    keys = dict.fromkeys(plan.cohort, "0" * 64)  # of rows that it does not hold; none opens
+    return state.live.model_copy(update={"rows": keys | state.live.rows})
+
+
+def _no_check(*_args: object) -> None: ...
+
+
+def _require_listed_in_any_number(
+    plan: AttemptPlan, in_sum: Collection[str], site: str, demands: SiteRequirements
+) -> None:
+    if not set(in_sum) <= plan.by_name.keys() or site not in in_sum:
+        raise PolicyError("expected a list of sites of the plan")
+
+
+def _require_later_attempt(plan: AttemptPlan, state: SiteSecAggState) -> None:
+    if state.fence.masked is not None and (plan.round, plan.attempt) <= state.fence.masked:
+        raise PolicyError("expected a later attempt")
+
+
+def _require_connected_alone(plan: AttemptPlan, sites: Collection[str]) -> None:
+    if not graph_connectivity.is_connected(plan, sites, plan.colluding):
+        raise PolicyError("expected a connected graph")
+
+
+def _digest_without_broadcast(plan: AttemptPlan) -> str:
+    return hashlib.sha256(plan.model_copy(update={"broadcast": TRUE_BROADCAST}).to_bytes()).hexdigest()
+
+
+_require_certificate = plan_checks.require_certificate  # as it is, while another stands in its place
+
+
+def _short_way_for_any_threshold(
+    plan: AttemptPlan, in_sum: Collection[str], listed: str, agreed: Mapping[str, str]
+) -> Mapping[str, str]:
+    return _require_certificate(plan, in_sum, listed, agreed) if len(in_sum) < len(plan.members) else {}
+
+
+@dataclass(frozen=True)
+class RuleRemoval:
+    """A rule that is taken out, where, and games in which something lighter than the claim is then found."""
+
+    patches: tuple[tuple[object, str, object], ...]
+    scenario: LyingServerScenario
+
+    @contextlib.contextmanager
+    def removed(self) -> Iterator[None]:
+        """Take the rule out."""
+        with contextlib.ExitStack() as stack:
+            for target, attribute, value in self.patches:
+                stack.enter_context(mock.patch.object(target, attribute, value))
+            yield
+
+
+AGAIN: tuple[dict[str, Any], ...] = ({}, {"attempt": 1})
+RING = {"neighbours": 4, "threshold": 2, "quorum": 7}
+RULE_REMOVALS = {
+    "one list a plan": RuleRemoval(((SecAggSite, "_save_agreed", _forget_list),), LyingServerScenario(4, 1)),
+    "write before answer": RuleRemoval(((SecAggSite, "_save_agreed", _save_after_answer),), LyingServerScenario(4, 1)),
+    "certificate": RuleRemoval(
+        ((plan_checks, "require_certificate", _no_check),), LyingServerScenario(6, 1, is_split=True),
+    ),
+    "certificate with neighbors": RuleRemoval(
+        ((plan_checks, "require_certificate", _no_check),), LyingServerScenario(12, 1, (RING,)),
+    ),
+    "quorum lower": RuleRemoval(
+        ((plan_checks, "require_numbers", _no_check),), LyingServerScenario(5, 1, ({"quorum": 3, "threshold": 3},)),
+    ),
+    "lists of any size": RuleRemoval(
+        ((plan_checks, "require_listed", _require_listed_in_any_number),), LyingServerScenario(6, 1, ({"least": 5},)),
+    ),
+    "broadcast not in p": RuleRemoval(
+        ((AttemptPlan, "digest", property(_digest_without_broadcast)),),
+        LyingServerScenario(4, 1, is_poisoned=True),
+    ),
+    "once a round": RuleRemoval(
+        ((plan_checks, "require_later", _require_later_attempt),), LyingServerScenario(5, 1, AGAIN, cohorts=4),
+    ),
+    "t <= c": RuleRemoval(
+        ((plan_checks, "require_connected", _require_connected_alone),),
+        LyingServerScenario(7, 1, ({"neighbours": 4, "threshold": 1},), demands={"min_threshold": 1}),
+    ),
+    "connectivity": RuleRemoval(
+        ((graph_connectivity, "is_connected", lambda plan, sites, colluding: True),),
+        LyingServerScenario(12, 1, (RING,), is_cut=True),
+    ),
+    "roster": RuleRemoval(
+        ((plan_checks, "require_roster", _no_check),), LyingServerScenario(4, 1, extra_colluders=2, unlisted=True),
+    ),
+    "short way with t < q": RuleRemoval(
+        (
+            (plan_checks, "require_graph", _no_check),
+            (plan_checks, "require_certificate", _short_way_for_any_threshold),
+        ),
+        LyingServerScenario(4, 1, ({"quorum": 3, "threshold": 2},)),
+    ),
+}  # fmt: skip
+
+
+# A second rule refuses what these would let through.
+REDUNDANT_RULES = {
+    "only plans that it masked for": RuleRemoval(
+        ((SecAggSite, "_live", _live_of_any_plan),), LyingServerScenario(5, 1, AGAIN, cohorts=4),
+    ),
+    "only lists that it is in": RuleRemoval(
+        ((plan_checks, "require_listed", lambda plan, in_sum, site, demands: None),), LyingServerScenario(5, 1),
+    ),
+    "t = q, where O3 asks for it too": RuleRemoval(
+        ((plan_checks, "require_graph", _no_check),), LyingServerScenario(4, 1, ({"quorum": 3, "threshold": 2},)),
+    ),
+}  # fmt: skip
