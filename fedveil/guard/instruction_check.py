@@ -8,7 +8,7 @@
 | pins keys | with a signature by a different key, or over different content | refused |
 | pins keys | too old, or from the future, by more than 5 minutes | refused |
 | pins keys, and the site has no signing key | any | refused: its reply would not count |
-| pins keys, and the site signs with a key other than the one that the server lists for it | any | refused, for the same reason |
+| pins keys, and the server lists another signing key for the site | any | refused, for the same reason |
 | pins keys, and the node config has no name of the site | any | refused: only the instruction would say which site it
   is for |
 
