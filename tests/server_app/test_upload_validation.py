@@ -50,3 +50,12 @@ def test_a_norm_beyond_the_limit_is_refused_even_where_its_square_overflows():
 
 def test_an_empty_field_passes():
     assert check_upload(message(torch.empty(0)), UploadLimits()) == 5
+
+
+def test_counts_of_rows_that_no_data_can_have_are_refused():
+    counts = {"read_rows": 9.0, "cut_rows": 1.0, "dropped_rows": 8.0}
+    assert check_upload(replace(message(), report=counts), UploadLimits()) == 5
+    with pytest.raises(UploadRefused, match="read_rows: expected at least cut_rows"):
+        check_upload(replace(message(), report={**counts, "cut_rows": 2.0}), UploadLimits())
+    with pytest.raises(UploadRefused, match="read_rows: expected a whole number from 0 to 8, found 9.0"):
+        check_upload(replace(message(), report=counts), UploadLimits(max_examples=8))
