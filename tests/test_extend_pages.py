@@ -10,7 +10,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
+from fedveil import rng
+from fedveil.contract.layout import Payload
+from fedveil.contract.method import RoundContext
+from fedveil.contract.param_spec import param_specs_of
+from fedveil.ops.running_sums import RunningSums
 from tests.conftest import ROOT
 
 PAGES = sorted((ROOT / "docs" / "extend").glob("*.md"))
@@ -58,6 +64,28 @@ def test_what_the_page_shows_passes_its_own_test(page, tmp_path):
     assert test == f"test_{module}"
     assert done.returncode == 0, done.stdout[-3000:]
     assert re.search(r"^[3-9] passed", done.stdout, re.MULTILINE)
+
+
+def test_the_server_optimizer_of_the_page_is_momentum():
+    """Two rounds by hand, with a mean of 1 in both: w is 0 + 1, then 1 + (0.5 * 1 + 0)."""
+    (page,) = (page for page in PAGES if page.stem == "method")
+    section = page.read_text().partition("\n## A server optimizer\n")[2].partition("\n## ")[0]
+    members = "".join(re.findall(r"^(?:    .*)?\n", section, re.MULTILINE))
+    code = f"{blocks(page, 'python')[0]}\nimport torch\n\n@dataclass(frozen=True)\nclass Momentum(Damped):\n{members}"
+    names = {"__name__": "momentum"}
+    exec(compile(code, "momentum.py", "exec", dont_inherit=True), names)
+    method, context = names["Momentum"](beta=0.5), RoundContext(0, "north", True, bytes(32))
+    start = {"w": torch.zeros(1)}
+    spec = param_specs_of(start)
+    state = method.init(spec, start, rng.initial_stream(0, "weights"))
+    models = []
+    for _ in range(2):
+        assert list(method.broadcast(state, context).fields) == ["w"]
+        sums = RunningSums()
+        sums.add("north", 1, method.contributions(Payload({"w": torch.ones(1)}), 1, spec, context))
+        state = method.server_update(state, sums, context)
+        models.append(method.models(state)["server"]["w"].item())
+    assert models == [1.0, 1.5]
 
 
 @pytest.mark.slow
