@@ -28,7 +28,7 @@ participation.
 
 Formal guarantees: none (epsilon is infinite). By construction:
 1. No upload contains both factors, or the partner of a factor sent in the same participation.
-2. In the clear the client draws from its own secret, which the server does not have.
+2. Without secure aggregation the client draws from its own secret, which the server does not have.
 3. Under secure aggregation the server draws, and every site knows the draw: each factor is summed over none or over
    at least `secure.min-sites` sites. In a small cohort all sites send the same factor in a round.
 

@@ -30,7 +30,7 @@ Formal guarantees: none (epsilon is infinite). A mask omits entries; it does not
 | case | result |
 |---|---|
 | an entry that every client masked (c = 0) | unchanged bit for bit: no step, no decay, no moments, no step count |
-| no upload | everything stays |
+| no upload | the state does not change |
 | R = 0 for a tensor | it is sent whole, without a mask, in every wire form: equal to FedSGD bit for bit |
 | R = 1 for a tensor | it is never sent and never changes; if all tensors have R = 1, uploads have no fields |
 | a true zero in the gradient | explicit, seeded: counted in c, as in Eq. 12. implicit: the server cannot distinguish it

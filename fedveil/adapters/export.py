@@ -92,7 +92,7 @@ def write_merged(folder: Path, attached: AttachedModel) -> None:
 def _generation_config(attached: AttachedModel) -> Any:
     """Return the model's generation config with the end tokens used in training.
 
-    A task removes the base's own config, which may sample.
+    A task removes the base's own generation config, which may turn sampling on.
     """
     from transformers import GenerationConfig
 

@@ -132,8 +132,9 @@ def read_ids(file: Path, column: str) -> list[str]:
     if similar := [list(first_rows.values()) for first_rows in writings.values() if len(first_rows) > 1]:
         pairs = "; ".join(f"{a} and {b}" for a, b, *_ in similar[:_LISTED])
         raise TaskError(
-            f'dp.unit-column: expected one writing of each id in column "{column}" of "{file}", found '
-            f"{len(similar)} ids in several (such as 7, 7.0 and 007, or a1 and A1), first in rows {pairs}; write each "
+            f'dp.unit-column: expected one spelling of each id in column "{column}" of "{file}", found '
+            f"{len(similar)} ids with several (such as 7, 7.0 and 007, or a1 and A1), first in rows {pairs}; write "
+            "each "
             "person's id the same way in all rows"
         )
     return ids

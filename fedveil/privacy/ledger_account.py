@@ -213,7 +213,7 @@ class SiteAccount:
         return replace(self, entries=(*self.entries, *entries))
 
     def use_up(self) -> SiteAccount:
-        """Return the account with the largest plan of every run used."""
+        """Return the account as if every run had used its largest plan."""
         return replace(self, entries=tuple(entry.use_up() for entry in self.entries))
 
     def hold_to(self, own: PrivacyBudget) -> SiteAccount:

@@ -1,7 +1,7 @@
 """NVIDIA FLARE at the same work: stock_nvflare/ is the job, and runs in a separate environment.
 
 Server and sites are provisioned, with keys and mutual TLS,
-and started by the scripts of their startup kits: each has a process that stays, and one of each job.
+and started by the scripts of their startup kits: each has one permanent process, and one for each job.
 """
 
 from __future__ import annotations

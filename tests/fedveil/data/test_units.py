@@ -63,7 +63,7 @@ def test_an_id_that_is_no_text_or_number_is_refused(tmp_path, value):
 )  # fmt: skip
 def test_two_writings_of_one_id_are_refused_by_their_number_alone(tmp_path, first, second):
     with pytest.raises(
-        TaskError, match=r"one writing of each id .*, found 1 ids in several .*, first in rows 1 and 3;"
+        TaskError, match=r"one spelling of each id .*, found 1 ids with several .*, first in rows 1 and 3;"
     ) as refused:
         units.read_ids(lines(tmp_path, first, '"Zoe-4711"', second), "patient")
     assert "Zoe" not in str(refused.value)
