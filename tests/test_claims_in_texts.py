@@ -113,6 +113,7 @@ def tracked(*patterns: str) -> list[str]:
     return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
 
 
+@pytest.mark.long
 def test_no_text_claims_what_is_not_so():
     names = tracked("*.py", "*.md", "*.html", ":!tests/", ":!benchmarks/results/")
     claims = [(name, words) for name in names for words in OVER if words in flat((ROOT / name).read_text())]

@@ -55,6 +55,7 @@ def _unguarded(file: Path) -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_every_parser_of_what_others_wrote_takes_brackets_in_brackets():
     files = [file for folder in ("fedveil", "server_app", "client_app") for file in (ROOT / folder).rglob("*.py")]
     names = {str(file.relative_to(ROOT)): file for file in files if "benchmarks" not in file.parts}

@@ -183,6 +183,7 @@ def test_both_stages_of_the_image_are_of_the_base_that_the_builder_names():
     assert re.findall(r"^ARG BASE=(.+)", text, re.MULTILINE) == ["python:3.11-slim-bookworm"]
 
 
+@pytest.mark.long
 def test_a_tree_without_its_links_builds_no_distribution(tmp_path):
     """Its wheel would lack the methods and both apps; pip unpacks a zip archive so."""
     links = sorted(path.name for path in (ROOT / "fedveil").iterdir() if path.is_symlink())

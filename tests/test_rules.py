@@ -48,6 +48,7 @@ def test_nothing_heavy_is_imported_before_it_is_needed(code):
     assert not modules_after(code) & HEAVY
 
 
+@pytest.mark.long
 def test_training_imports_no_metrics_and_no_plots():
     assert not modules_after("import fedveil.client_app.client_round, fedveil.tasks.text_generation") & {
         "nltk",
@@ -56,6 +57,7 @@ def test_training_imports_no_metrics_and_no_plots():
     }
 
 
+@pytest.mark.long
 def test_what_claims_alone_need_is_imported_for_no_other_run():
     """dp-accounting brings scipy's statistics: 1.5 s of a core and 70 MB, in every server and every worker."""
     code = (
@@ -66,6 +68,7 @@ def test_what_claims_alone_need_is_imported_for_no_other_run():
     assert not modules_after(code) & {"dp_accounting", "scipy"}
 
 
+@pytest.mark.long
 def test_the_bundle_holds_what_the_apps_import(tmp_path):
     """The app runs from Flower's bundle alone: its own files and nothing of console, attacks or benchmarks."""
     own_app(tmp_path / "app")
@@ -145,6 +148,7 @@ def _modules_of_git() -> set[str]:
     return {f"fedveil.{name.removeprefix('fedveil.')}" for name in inside if "stock_" not in name}
 
 
+@pytest.mark.long
 def test_no_file_imports_a_room_by_its_bare_name():
     """A bare `import strategies` makes a second copy of every class. Flower alone names its two apps so."""
     rooms = ("attacks", "client_app", "console", "guard", "relay", "server_app", "strategies")
@@ -195,6 +199,7 @@ def test_tests_mirror_the_rooms():
         assert {f for f in folders - of_their_own if not (code / f).is_dir()} == set()
 
 
+@pytest.mark.long
 def test_tests_of_fedveil_need_no_benchmarks():
     """`make test` runs them where fedveil-bench is not installed."""
     found = [

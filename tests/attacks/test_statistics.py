@@ -86,6 +86,7 @@ def test_empty_sides_and_nan_are_refused(statistic, members, others):
         statistic(scores(*members), scores(*others))
 
 
+@pytest.mark.long
 def test_bootstrap_interval_has_its_level():
     """Null data: 200 intervals of 95 % hold 0.5 in 190 +- 3.1 cases; 4.5 sigma below would be 176."""
     rng = np.random.default_rng(31415)
@@ -135,6 +136,7 @@ def test_bootstrap_resamples_each_side_from_itself():
     assert (interval.value, interval.low, interval.high) == (1, 1, 1)
 
 
+@pytest.mark.long
 def test_two_thousand_rows_and_a_thousand_resamples_take_seconds_not_minutes():
     """0.3 s on two slow cores; a quadratic AUROC would take about a minute. Likewise the bound, 0.6 s there."""
     rng = np.random.default_rng(0)

@@ -19,6 +19,7 @@ def hostile(server: Server) -> dict:
     return dict(imprint.craft_broadcast(server.task, server.initial, LAYER, gate, 20.0))
 
 
+@pytest.mark.long
 def test_a_site_with_a_bound_of_one_refuses_it_before_it_looks_at_a_row(tmp_path):
     server = Server(tmp_path, "max-broadcast-change = 1.0", **LORA)
     sent = hostile(server)
@@ -28,6 +29,7 @@ def test_a_site_with_a_bound_of_one_refuses_it_before_it_looks_at_a_row(tmp_path
     assert server.send(server.initial)
 
 
+@pytest.mark.long
 def test_a_site_without_a_bound_of_its_own_refuses_it_too(tmp_path):
     server = Server(tmp_path, **LORA)
     with pytest.raises(PolicyError, match="max-broadcast-change"):
@@ -53,6 +55,7 @@ def test_a_ramp_is_refused_once_it_is_too_far_from_the_first_weights(steps, tmp_
     assert server.send(ramp(permitted / steps), permitted + 1)
 
 
+@pytest.mark.long
 def test_a_site_that_bounds_nothing_trains_from_it(tmp_path):
     server = Server(tmp_path, "max-broadcast-change = 1e9\nmax-broadcast-drift = 1e9", **LORA)
     assert server.send(hostile(server))

@@ -109,6 +109,7 @@ def test_whatever_judging_a_reply_raises_is_a_refusal_whose_text_stays_in_the_lo
     assert "what nobody thought of" in caplog.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("head", [b"\0" * 80, "9" * 5000 + ":" + "0" * 64, 7, [1.5], True])
 def test_an_anchor_of_any_kind_does_no_harm(head, attacked):
     tamper = lambda message, reply: sent(message, bytes_of(reply), log=ConfigRecord({"head": head}))  # noqa: E731

@@ -253,6 +253,7 @@ def test_an_upload_far_above_the_norms_of_its_round_is_refused(when, rounds):
     assert sorted(strategy.history[when].reports) == ["north", "south"]
 
 
+@pytest.mark.long
 def test_no_record_says_accepted_of_an_upload_that_the_factor_refused(rounds, tmp_path):
     folder = RunFolder(tmp_path / "runs" / "r")
     rounds(lambda round_: 1000.0 if round_ == 2 else 1.0, folder=folder, max_norm_ratio=4.0)
@@ -274,6 +275,7 @@ def test_no_record_says_accepted_of_an_upload_that_the_factor_refused(rounds, tm
     }
 
 
+@pytest.mark.long
 def test_what_the_factor_does_not_stop(rounds):
     """Weights of the right norm that point the other way."""
     flipped = rounds(lambda round_: -1.0, max_norm_ratio=4.0)

@@ -80,6 +80,7 @@ def test_a_header_costs_no_more_than_the_layout_s_fields_need(kind, exchange, up
     assert peak < 300_000
 
 
+@pytest.mark.long
 def test_junk_is_refused_before_it_is_gathered(exchange, upload):
     junk = bytearray(64 << 20)
     reason, peak, _ = judged(exchange, in_slices(upload + bytes(junk)))

@@ -57,6 +57,7 @@ def upload(data, state, round_=0, config=None, **node) -> bytes:
     return exchange.receive(layout, round_, MessageAddress("r", 0, "s")).payload.fields
 
 
+@pytest.mark.long
 def test_a_worker_s_first_turn_keeps_the_rows_and_the_next_worker_takes_them(tmp_path, data, monkeypatch):
     first = upload(data, tmp_path / "state")
     (cache_folder,) = shelf_of(tmp_path / "state", data).iterdir()
@@ -69,6 +70,7 @@ def test_a_worker_s_first_turn_keeps_the_rows_and_the_next_worker_takes_them(tmp
     assert [path.name for path in data.iterdir()] == ["train.jsonl"]  # nothing is written beside the rows
 
 
+@pytest.mark.long
 def test_a_site_with_a_key_keeps_no_rows_in_the_clear(tmp_path, data):
     make_key(tmp_path / "key")
     sealed = upload(data, tmp_path / "sealed", **{"key-file": str(tmp_path / "key")})
@@ -88,6 +90,7 @@ def test_rows_are_kept_by_the_id_of_the_data_set_once_it_has_one(tmp_path, data)
     assert shelf_of(state, data).name.startswith("path-")
 
 
+@pytest.mark.long
 def test_a_turn_trains_at_the_rates_of_its_round(tmp_path, data, monkeypatch):
     asked = []
     rate = LearningRateSchedule.rate

@@ -62,6 +62,7 @@ def test_a_site_scores_what_it_received_on_rows_that_it_never_trains_on(tmp_path
     assert listed[held_out_report.LOSS] > 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", ["", "max-scores = 0"])
 def test_a_policy_that_does_not_permit_it_is_a_word_and_no_row_is_held_out(tmp_path, trained_on, text):
     server = Server(tmp_path, text, TEXTS, **HALF)
@@ -69,12 +70,14 @@ def test_a_policy_that_does_not_permit_it_is_a_word_and_no_row_is_held_out(tmp_p
     assert len(trained_on[0]) == 160
 
 
+@pytest.mark.long
 def test_too_few_rows_are_all_trained_on_and_it_says_so(tmp_path, trained_on):
     server = Server(tmp_path, "max-scores = 5", TEXTS, **{"evaluate.held-out": 0.1})
     assert said(server.send(server.initial)) == {held_out_report.REFUSED: held_out_report.TOO_FEW}
     assert len(trained_on[0]) == 160
 
 
+@pytest.mark.long
 def test_scores_end_with_the_permitted_number_and_the_rows_stay_held_out(tmp_path, trained_on, monkeypatch):
     monkeypatch.setattr("pathlib.Path.unlink", lambda self, missing_ok=False: None)  # one_site forgets what was served
     server = Server(tmp_path, "max-scores = 2", TEXTS, **HALF)
@@ -85,6 +88,7 @@ def test_scores_end_with_the_permitted_number_and_the_rows_stay_held_out(tmp_pat
     assert ReplayGuard.open(tmp_path, "r", "s").scores == 2
 
 
+@pytest.mark.long
 def test_a_run_that_asks_for_none_says_nothing(tmp_path, trained_on):
     server = Server(tmp_path, "max-scores = 5", TEXTS)
     upload = server.send(server.initial)
@@ -150,6 +154,7 @@ def test_later_runs_score_the_same_rows_or_none(tmp_path, trained_on, monkeypatc
     assert trained_on[0] == trained_on[1] == trained_on[2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "text, told", [("", None), ("report-received-loss = true", None), ("max-scores = 1", None),
                    ("max-scores = 1\nreport-received-loss = true", held_out_report.LOSS)],

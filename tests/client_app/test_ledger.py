@@ -236,6 +236,7 @@ def test_a_server_gains_no_budget_by_another_relation(tmp_path, take):
             take(assignment(tmp_path, 2, f"r{run}", **under(relation.value, epsilon)))
 
 
+@pytest.mark.long
 def test_a_site_may_judge_by_another_relation_or_delta(tmp_path, take):
     def asked(text, **fields):
         return policed(tmp_path, text, assignment(tmp_path, **fields))

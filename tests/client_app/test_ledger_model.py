@@ -480,6 +480,7 @@ def search(machine: type[Site], sequences: int, length: int) -> None:
     print(f"{machine.__name__}: {sequences} sequences of at most {length}: {dict(machine.seen)}")
 
 
+@pytest.mark.long
 def test_no_history_of_a_site_is_undercharged():
     search(Site, 5, 8)
     assert len(Site.seen) >= 6, Site.seen

@@ -105,6 +105,7 @@ class Run:
         return account.standing(Party.SERVER).composed, account.standing(Party.ALL).composed
 
 
+@pytest.mark.long
 def test_the_sum_has_the_noise_and_each_ledger_both_figures(tmp_path, monkeypatch):
     """z P = 40 * 10 / 4 for h = 3 of 4 sites, so 4 / 3 of its variance in the sum; batches of 4 of 12 rows."""
     run = Run(tmp_path, monkeypatch)

@@ -47,6 +47,7 @@ def run(tmp_path, task, digest: str | None = None, other: str = ""):
     return ours.history
 
 
+@pytest.mark.long
 def test_sites_that_know_each_other_give_the_sum(tmp_path, monkeypatch):
     (record,) = run(tmp_path, use_toy_task(monkeypatch))
     assert record.accepted == list(NAMES)

@@ -30,6 +30,7 @@ def sent(tmp_path, rows, text="min-examples = 3", **config):
     return header.header_of_slices([server.send(server.initial)])
 
 
+@pytest.mark.long
 def test_what_a_server_sees_beside_the_gradient_is_the_same_for_a_patient_with_more_rows(tmp_path, caplog):
     heads = []
     for name, rows in (("few", ROWS), ("many", TWICE)):
@@ -48,6 +49,7 @@ def test_what_a_server_sees_beside_the_gradient_is_the_same_for_a_patient_with_m
     assert "Secret-" not in caplog.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", ["", "patient"])
 def test_a_site_protects_rows_or_patients_and_never_both(tmp_path, first):
     second = {"": "patient", "patient": ""}[first]
@@ -61,6 +63,7 @@ def test_a_site_protects_rows_or_patients_and_never_both(tmp_path, first):
     assert ledger.read_bytes() == before
 
 
+@pytest.mark.long
 def test_min_examples_counts_patients_and_not_rows(tmp_path):
     """q = 3 / 5, two steps: 5 (1 - 0.4^2) = 4.2 patients are expected, of 12 rows."""
     sent(tmp_path / "enough", ROWS, "min-examples = 4")
@@ -91,6 +94,7 @@ def test_what_cannot_be_by_units_is_refused(tmp_path, config, reason):
     assert not (tmp_path / ".ledger" / "ledger.json").exists()
 
 
+@pytest.mark.long
 def test_rows_of_a_patient_that_change_between_rounds_are_grouped_anew(tmp_path):
     server = Server(tmp_path, "", ROWS, **UNITS)
     assert header.header_of_slices([server.send(server.initial)])["num_examples"] == 5

@@ -26,6 +26,7 @@ def read(server) -> tuple[list, list]:
     return list(prepared.rows), [origin.row for origin in prepared.origins()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("config", [{}, UNITS], ids=["no claim", "units"])
 def test_the_next_round_leaves_out_the_rows_of_a_withdrawn_unit(tmp_path, caplog, config):
     caplog.set_level(logging.INFO)
@@ -51,6 +52,7 @@ def test_the_next_round_leaves_out_the_rows_of_a_withdrawn_unit(tmp_path, caplog
     assert not [path for path in written if b"secret-1" in path.read_bytes().lower()]
 
 
+@pytest.mark.long
 def test_a_new_run_by_units_draws_the_others_alone(tmp_path):
     withdraw(tmp_path)
     server = Server(tmp_path, "", ROWS, **UNITS)

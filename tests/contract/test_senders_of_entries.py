@@ -148,6 +148,7 @@ def test_each_entry_of_a_sum_is_of_enough_sites_or_the_method_says_so(name, monk
         assert bool(exposed(uploads)) == (name in OWN_DRAWS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "fields", "sites"), PLANNED)
 def test_each_entry_of_a_planned_sum_is_of_enough_sites(name, fields, sites, monkeypatch):
     run = secure_federation(exchange_of(name, fields), sites)

@@ -29,6 +29,7 @@ def require_valid(documents: Documents, version: str) -> None:
         kubernetes_validate.validate(document, version, strict=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_every_document_is_one_of_kubernetes(file, version):
@@ -42,6 +43,7 @@ def wrong(change: str) -> Documents:
     return list(yaml.safe_load_all(text.replace(before, after)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "change",
     [

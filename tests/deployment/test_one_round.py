@@ -30,6 +30,7 @@ CONFIG = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.timeout(280)
 def test_a_round_over_real_processes_ends_in_the_weights_of_one_process(tmp_path):
     sites = [LocalSite(f"site-{i}", DATA, (("partition-id", i), ("num-partitions", 2))) for i in range(2)]

@@ -103,6 +103,7 @@ def test_the_script_starts_the_site_once_and_its_time_ends_it_by_itself(recordin
     assert recording.recorded()[1:] == [{"signal": "SIGINT"}]
 
 
+@pytest.mark.long
 def test_without_b_the_signal_would_pass_the_site_by(recording):
     """Why the page says so: nothing is a step, so that only the limit itself ends the job."""
     job = recording.submit(ONE_GPU.replace("--signal=B:INT@60", "--signal=INT@1"))
@@ -112,6 +113,7 @@ def test_without_b_the_signal_would_pass_the_site_by(recording):
     assert recording.recorded()[1:] == [{"signal": "SIGTERM"}]
 
 
+@pytest.mark.long
 def test_the_next_job_of_the_name_waits_for_this_one(recording):
     first, second = recording.submit(ONE_GPU), recording.submit(ONE_GPU)
     other = recording.submit(ONE_GPU, "--job-name=fedveil-south")

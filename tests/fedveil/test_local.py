@@ -33,6 +33,7 @@ def by_hand() -> InProcessFederation:
     )
 
 
+@pytest.mark.long
 def test_it_ends_with_the_weights_of_the_long_way_and_scores_them():
     local, seen = LocalFederation.from_config(CONFIG, {"a": DATA, "b": str(DATA)}), []
     local.run(lambda now, round_: seen.append((now is local, round_)))
@@ -58,6 +59,7 @@ def test_rows_are_divided_among_sites_that_name_the_same_folder_alone():
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_patients_are_units_in_one_process_too(tmp_path):
     """Nine rows of three patients, two a step: one whole batch an epoch, where nine rows would make four."""
     rows = [{"mr": f"name[{i}]", "ref": f"{i} is a pub.", "patient": f"p{i % 3}"} for i in range(9)]

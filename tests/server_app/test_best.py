@@ -91,6 +91,7 @@ def runs(monkeypatch, tmp_path) -> Runs:
     return Runs(monkeypatch, tmp_path)
 
 
+@pytest.mark.long
 def test_final_holds_the_best_round_s_model_and_says_so(runs):
     assert runs.go("whole", select_model="best") == [0, 1, 2, 3, 4, 5]
     assert runs.go("last") == [0, 1, 2, 3, 4, 5]
@@ -149,6 +150,7 @@ def test_a_run_that_dies_and_is_resumed_ends_with_the_same_best_model(runs, wher
     assert runs.status("broken")["best"] == runs.status("whole")["best"]
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_of_the_best_round_is_made_anew_and_not_taken(runs):
     runs.go("whole", select_model="best")
     runs.killed(RunFolder, "checkpoint", 4, select_model="best")
@@ -174,6 +176,7 @@ def test_a_best_model_that_is_gone_or_damaged_ends_the_run_with_words(runs):
     assert (runs.at / "broken" / "final" / "server.safetensors").is_file()
 
 
+@pytest.mark.long
 def test_a_run_stops_when_its_patience_is_over_and_says_why(runs):
     assert runs.go("early", patience=2, scores=[2.0, 1.0, 1.5, 1.2, 0.1, 0.1]) == [0, 1, 2, 3]
     status = runs.status("early")
@@ -202,6 +205,7 @@ def test_least_change_counts_for_patience_and_not_for_the_best(runs):
     assert runs.status("small")["best"]["round"] == 2
 
 
+@pytest.mark.long
 def test_scores_that_are_not_finite_are_never_the_best(runs):
     runs.go("odd", select_model="best", scores=[math.nan, 5.0, math.inf, -math.inf, math.nan, 6.0])
     assert runs.status("odd")["best"]["round"] == 1

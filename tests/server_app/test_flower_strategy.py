@@ -127,6 +127,7 @@ def test_flower_s_own_loop_can_drive_it(grid, task):
     assert state_digest(result.arrays.to_torch_state_dict()) == state_digest(expected.arrays.to_torch_state_dict())
 
 
+@pytest.mark.long
 def test_order_of_arrival_does_not_matter_when_deterministic(grid, task):
     quick = strategy(FedAvg()).start(grid(), initial(task), num_rounds=2)
     slow = strategy(FedAvg()).start(grid(late={"east": 2, "west": 1}), initial(task), num_rounds=2)
@@ -256,6 +257,7 @@ def test_a_bad_upload_is_refused_with_its_reason_and_the_round_goes_on(kind, gri
     assert listed + line["unlisted"]["east"][0] == line["upload_bytes"]
 
 
+@pytest.mark.long
 def test_a_silent_site_ends_the_round_at_the_deadline(grid, task):
     ours = strategy(FedAvg())
     ours.start(grid(tamper={"south": lambda m, r: None}), initial(task), num_rounds=1)
@@ -372,6 +374,7 @@ def test_equal_broadcasts_share_one_object(grid, task):
     assert len({id(m.content.array_records["fedveil"]["000000"].data) for m in g.pushed}) == 1
 
 
+@pytest.mark.long
 def test_run_folder_holds_metrics_ledger_checkpoint_and_final_weights(grid, task, tmp_path):
     folder = RunFolder(tmp_path / "run")
     ours = strategy(FedRand(), folder=folder, tap=True, scores=lambda s, r: {"server": {"loss": float(r)}})
@@ -423,6 +426,7 @@ def test_a_run_folder_is_not_overwritten(tmp_path):
         RunFolder(tmp_path / "other", resume=True)
 
 
+@pytest.mark.long
 def test_a_hung_site_does_not_fail_punctual_ones_and_is_said_to_be_late(grid, task):
     """In a deterministic run uploads are fetched in the order of the sites' names, and the first site hangs."""
     g = grid(tamper={"east": lambda message, reply: None})

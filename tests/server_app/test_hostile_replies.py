@@ -139,6 +139,7 @@ def require_as_without_west(federation: Federation, act: Act) -> RoundRecord:
     return record
 
 
+@pytest.mark.long
 @over_each_state
 def test_honest_sites_are_read_as_over_a_grid_without_a_network(federation):
     """Weights, figures, bytes and the order of the audit log."""
@@ -158,6 +159,7 @@ def test_honest_sites_are_read_as_over_a_grid_without_a_network(federation):
     assert not len(federation.port.state.object_store)  # each reply was taken from the SuperLink's disk
 
 
+@pytest.mark.long
 @over_each_state
 def test_1_a_message_that_nobody_asked_for_speaks_for_no_other_site(federation):
     """West trains in east's name, and sends it before east has answered."""
@@ -176,6 +178,7 @@ def test_1_a_message_that_nobody_asked_for_speaks_for_no_other_site(federation):
     assert (line["node"], line["answers"], line["round"]) == (str(SUPERLINK_NODE_ID), "", 0)
 
 
+@pytest.mark.long
 def test_2_any_number_of_messages_that_nobody_asked_for_ends_no_run(federation):
     def flood(site: FleetSite, instruction: Instruction) -> None:
         for number in range(30):
@@ -188,6 +191,7 @@ def test_2_any_number_of_messages_that_nobody_asked_for_ends_no_run(federation):
     assert [line["messages"] for line in lines] == [1] * 20 + [10]
 
 
+@pytest.mark.long
 @over_each_state
 def test_2_an_unasked_message_that_cannot_be_inflated_ends_no_run(federation):
     def garble(site: FleetSite, instruction: Instruction) -> None:
@@ -197,6 +201,7 @@ def test_2_an_unasked_message_that_cannot_be_inflated_ends_no_run(federation):
     assert require_as_without_west(federation, garble).failed == {"west": "no reply within 2 s"}
 
 
+@pytest.mark.long
 def test_2_a_reply_that_is_sent_twice_and_two_different_replies_count_once(federation):
     def repeat(site: FleetSite, instruction: Instruction) -> None:
         reply = own_reply(site, instruction)
@@ -263,6 +268,7 @@ def test_12_an_array_that_names_a_chunk_a_thousand_times_takes_no_memory(federat
     assert peak < 30e6
 
 
+@pytest.mark.long
 def test_12_a_record_that_names_an_array_a_thousand_times_takes_no_memory(federation):
     def act(site: FleetSite, instruction: Instruction) -> None:
         part = b"x" * chunking.SLICE_BYTES
@@ -298,6 +304,7 @@ def test_15_other_metadata_inside_the_object_than_announced_are_refused(federati
     assert record.failed == {"west": expected}
 
 
+@pytest.mark.long
 @over_each_state
 def test_15_an_answer_of_secure_aggregation_with_other_metadata_ends_no_run(federation):
     """Answers were looked up by what stands inside the object: a site could end the run, or answer for another."""
@@ -313,6 +320,7 @@ def test_15_an_answer_of_secure_aggregation_with_other_metadata_ends_no_run(fede
     assert record.failed["west"].startswith("reply: expected the reply_to_message_id that its site announced")
 
 
+@pytest.mark.long
 def test_an_announced_reply_whose_objects_do_not_come_is_waited_for_until_the_deadline(federation):
     def act(site: FleetSite, instruction: Instruction) -> None:
         reply = own_reply(site, instruction)
@@ -332,6 +340,7 @@ def test_an_error_is_the_announced_one(federation):
     assert record.failed["west"].startswith("refused: reply: expected the error that its site announced")
 
 
+@pytest.mark.long
 @over_each_state
 def test_an_error_is_said_in_the_words_of_its_site(federation):
     act = lambda site, instruction: site.send(  # noqa: E731

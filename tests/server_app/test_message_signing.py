@@ -160,6 +160,7 @@ def test_a_site_takes_an_instruction_by_the_standby_key(federation):
 VALUES = st.one_of(st.booleans(), st.integers(-(2**62), 2**62), st.floats(allow_nan=False), st.text(max_size=8))
 
 
+@pytest.mark.long
 @given(st.data())
 def test_no_change_of_the_superlink_is_taken_for_the_servers_instruction(tmp_path_factory, data):
     federation = Federation(tmp_path_factory.mktemp("federation"))
@@ -230,6 +231,7 @@ def test_another_node_is_not_asked_in_this_ones_place(federation):
         federation.take(message)
 
 
+@pytest.mark.long
 @given(st.data())
 def test_no_reply_counts_but_the_one_that_the_site_signed(tmp_path_factory, data):
     federation = Federation(tmp_path_factory.mktemp("federation"))

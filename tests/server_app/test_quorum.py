@@ -42,6 +42,7 @@ def grid(tmp_path, task):
     return Leaving(app, SITES, tmp_path / "state", RUN_CONFIG)
 
 
+@pytest.mark.long
 def test_with_too_few_sites_nobody_is_asked_to_train(grid, task):
     grid.away = lambda grid: ["south"] if len(grid.pushed) >= 3 else []
     ours = strategy(FedAvg(), cohort={"min_sites": 3, "max_retries": 2})
@@ -53,6 +54,7 @@ def test_with_too_few_sites_nobody_is_asked_to_train(grid, task):
     assert len(grid.pushed) == 3
 
 
+@pytest.mark.long
 def test_a_site_that_comes_back_in_time_changes_nothing(grid, task, tmp_path):
     whole = strategy(FedAvg()).start(LocalGrid(app, SITES, tmp_path / "whole", RUN_CONFIG), initial(task), num_rounds=3)
     calls = []
@@ -68,6 +70,7 @@ def test_a_site_that_comes_back_in_time_changes_nothing(grid, task, tmp_path):
     assert len(calls) >= 4
 
 
+@pytest.mark.long
 def test_sites_that_refuse_are_named_and_the_others_train_once(grid, task, tmp_path):
     (tmp_path / "no.toml").write_text(NO)
     grid.node_config = {"south": {"policy": str(tmp_path / "no.toml")}}
@@ -77,6 +80,7 @@ def test_sites_that_refuse_are_named_and_the_others_train_once(grid, task, tmp_p
     assert len(grid.pushed) == 3
 
 
+@pytest.mark.long
 def test_the_wait_and_the_error_name_who_refused_and_the_next_step(grid, task, tmp_path, monkeypatch):
     (tmp_path / "no.toml").write_text(NO)
     grid.node_config = {"south": {"policy": str(tmp_path / "no.toml")}}
@@ -97,6 +101,7 @@ def test_the_wait_and_the_error_name_who_refused_and_the_next_step(grid, task, t
     )
 
 
+@pytest.mark.long
 def test_a_round_that_draws_too_few_is_not_begun(grid, task):
     ours = strategy(FedAvg(), cohort={"fraction": 0.3})
     with pytest.raises(QuorumError, match="expected at least 2 sites .* found 1 .*; 1 of them would be drawn"):

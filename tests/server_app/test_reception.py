@@ -314,6 +314,7 @@ def test_a_port_that_gives_no_answer_for_two_minutes_ends_the_run(no_waiting):
     assert 120 < no_waiting[0] < 130
 
 
+@pytest.mark.long
 def test_an_id_that_fails_keeps_no_other_reply_back(no_waiting):
     def handle(name: str, body: bytes) -> Any:
         if name == "get-nodes":

@@ -134,6 +134,7 @@ def test_other_files_of_the_base_model_are_another_run(runs, tmp_path):
     assert len(runs.go(resume=True, **model).history) == 3
 
 
+@pytest.mark.long
 def test_more_rounds_are_refused_at_a_resume_where_rates_are_over_all_rounds(runs):
     for rates in ({"train__lr_schedule": "linear"}, {"train__warmup_ratio": 0.5}):
         runs.killed(RunFolder, "checkpoint", lambda folder, state, loop: loop["round"] == 0, **rates)
@@ -143,6 +144,7 @@ def test_more_rounds_are_refused_at_a_resume_where_rates_are_over_all_rounds(run
         shutil.rmtree(runs.at)
 
 
+@pytest.mark.long
 def test_what_may_change_at_a_resume_is_recorded_beside_the_config_of_the_start(runs):
     runs.killed(RunFolder, "checkpoint", lambda folder, state, loop: loop["round"] == 1)
     before = (runs.at / "config.json").read_bytes()
@@ -159,6 +161,7 @@ def test_what_may_change_at_a_resume_is_recorded_beside_the_config_of_the_start(
     assert logged["changes"] == line["changes"]
 
 
+@pytest.mark.long
 def test_what_has_left_a_site_stays_on_record_when_the_round_is_interrupted(runs):
     """Round 1 loses two uploads that had arrived; then all three of it, just before the checkpoint."""
     runs.killed(RoundAttempt, "judge_reply", at_the_third_reply_of_round_1(), before=True)
@@ -252,6 +255,7 @@ def damage(path) -> None:
     path.write_bytes(bytes(data))
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_sends_the_run_back_to_the_one_before_and_says_so(runs):
     whole = runs.go()
     weights = whole.history[-1].weights

@@ -184,6 +184,7 @@ def test_a_sum_of_four_needs_four_signatures(runs):
     assert [r.accepted for r in history if not r.unseen.get("lost")] == [SITES] * 2
 
 
+@pytest.mark.long
 def test_a_site_that_is_sent_another_message_than_the_plan_s_trains_nothing(runs, monkeypatch):
     """A server that shows one site other weights."""
     real = MessageExchange.packed
@@ -245,6 +246,7 @@ def Error_(message: Message) -> Message:  # noqa: N802
     return Message(Error(5, "node unavailable"), reply_to=message)
 
 
+@pytest.mark.long
 def test_an_answer_that_this_server_cannot_even_read_costs_its_site_the_round_and_no_other(runs, monkeypatch):
     """Whatever the code at the server makes of it."""
     real = KeysResponse.from_bytes
@@ -264,6 +266,7 @@ def test_an_answer_that_this_server_cannot_even_read_costs_its_site_the_round_an
     assert history[1].accepted == SITES
 
 
+@pytest.mark.long
 def test_equal_questions_are_one_object_so_that_they_are_sent_once(runs):
     grid = runs.grid(ON)
     runs.run(ON, grid)
@@ -281,6 +284,7 @@ def test_a_question_of_no_round_of_the_run_is_not_answered(round_, runs):
     assert "round: expected" in reply.error.reason
 
 
+@pytest.mark.long
 def test_a_site_that_purged_a_run_makes_no_keys_for_it_again(runs):
     grid, question = hello(runs)
     folder = next((runs.folder / "sites-True").glob("*/a"))
@@ -349,6 +353,7 @@ def test_a_holder_with_wrong_shares_is_waited_past_and_named(runs, monkeypatch):
     assert state_digest(final_state) == state_digest(whole)
 
 
+@pytest.mark.long
 def test_without_a_site_whose_shares_nobody_can_read_the_run_goes_on(runs, monkeypatch):
     """It costs one round, and is not asked again: more holders say so than may lie or be silent."""
     real = derivations.encrypt_row
@@ -371,6 +376,7 @@ def test_without_a_site_whose_shares_nobody_can_read_the_run_goes_on(runs, monke
     assert {(order["round"], order["attempt"]) for order in orders if order["site"] == "d"} == {(0, 0)}
 
 
+@pytest.mark.long
 def test_below_the_least_sum_nobody_is_asked_to_open_anything(runs):
     grid = runs.grid(ON, tamper=dict.fromkeys("abc", lost(asks("train"))))
     with pytest.raises(QuorumError, match="expected at least 3 accepted uploads, found 2"):
@@ -378,6 +384,7 @@ def test_below_the_least_sum_nobody_is_asked_to_open_anything(runs):
     assert not any(asks("agree")(m) or asks("open")(m) for m in grid.pushed)
 
 
+@pytest.mark.long
 def test_below_the_quorum_of_the_run_nobody_is_asked_either(runs):
     grid = runs.grid(ON, tamper={"a": lost(asks("train"))})
     with pytest.raises(QuorumError, match="expected at least 5 accepted uploads, found 4"):
@@ -479,6 +486,7 @@ def test_without_a_readable_pending_sum_the_round_is_lost_and_no_other(damage, r
         assert folder.load_checkpoint()[1]["round"] == 2
 
 
+@pytest.mark.long
 def test_a_site_that_was_expelled_stays_so_after_a_restart(runs, monkeypatch, tmp_path):
     """Site d makes no shares that others can read, which costs round 0; the server dies before round 1 begins."""
     real, checkpoint = derivations.encrypt_row, RunFolder.checkpoint
@@ -502,6 +510,7 @@ def test_a_site_that_was_expelled_stays_so_after_a_restart(runs, monkeypatch, tm
     }
 
 
+@pytest.mark.long
 def test_a_prekey_stays_its_first_owner_s_after_a_restart(runs, monkeypatch, tmp_path):
     """The first plan showed b's prekey to a, and no site has masked for it; a answers first after the restart."""
 
@@ -546,6 +555,7 @@ def test_known_sites_that_cannot_be_read_stop_a_resume(runs, monkeypatch, tmp_pa
         broken_run(runs, monkeypatch, tmp_path / "broken", dies_and_damages)
 
 
+@pytest.mark.long
 def test_the_tap_of_a_secure_run_has_one_masked_vector_of_each_site_and_no_figure_beside_it(runs, tmp_path):
     with RunFolder(tmp_path / "run") as folder:
         folder.status("running", 0, 3)
@@ -557,6 +567,7 @@ def test_the_tap_of_a_secure_run_has_one_masked_vector_of_each_site_and_no_figur
     assert all((up["num_examples"], up["report"], up["variant"]) == (None, {}, "") for up in ups)
 
 
+@pytest.mark.long
 def test_an_order_in_the_clear_in_a_secure_run_is_refused_before_a_row_is_looked_at(runs):
     """The run config says secure; a server that lies leaves the plan out."""
     grid, ours = runs.grid(ON), runs.strategy(SecureConfig())
@@ -650,6 +661,7 @@ def test_what_a_site_s_policy_demands_of_sums_is_asked_before_it_trains(line, wh
     assert "a" not in history[0].accepted
 
 
+@pytest.mark.long
 def test_with_a_roster_a_site_s_key_is_the_registry_s_or_it_takes_no_part(runs, tmp_path):
     """The site named `a` signs with another key than the registry has."""
     signing = {site: bytes([i]) * 32 for i, site in enumerate(SITES)}

@@ -43,6 +43,7 @@ def weights_of(result) -> str:
     return state_digest(result.arrays.to_torch_state_dict())
 
 
+@pytest.mark.long
 def test_a_run_ends_in_order_after_the_round_after_which_it_is_told_to(run):
     asked = []
 

@@ -159,6 +159,7 @@ def federation(
     return InProcessFederation(exchange, config, trainer_for, ["a", "b", "c", "d"], state, tap=tap)
 
 
+@pytest.mark.long
 def test_draw_follows_rho():
     """4,000 draws at rho = 0.3: within 5 standard deviations of 1,200 (fixed secret)."""
     method = FedRand(rho=0.3)

@@ -64,6 +64,7 @@ def turn(method: Method, name: str, ctx: RoundContext) -> tuple[bytes, bytes]:
     return down, b"".join(up)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method,name", METHODS, ids=lambda value: value if isinstance(value, str) else "")
 def test_messages_are_those_of_a_cpu(method, name):
     expected = turn(method, name, CTX)

@@ -51,6 +51,7 @@ def test_each_run_is_attacked_beside_controls_that_are_trained_once(tmp_path, mo
     assert (alone.auroc, alone.base, alone.p) == (over.auroc, "", 1.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "secure,sums,labels,compared",
     [

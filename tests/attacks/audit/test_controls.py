@@ -129,6 +129,7 @@ def test_both_controls_of_an_attack_on_uploads_fail_on_other_non_members():
     assert all(any(n.startswith("alignment: NOT usable") for n in report.notes) for report in (early, late))
 
 
+@pytest.mark.long
 def test_the_control_of_other_rows_ends_as_far_as_the_run_went():
     task, own = Task(), controls.gentle_config(controls.control_config(parse({"run.deterministic": True})))
     assert own.train.epochs == 1

@@ -144,6 +144,7 @@ def test_a_verdict_is_corrected_for_the_others_of_its_kind():
     assert findings.correct_for_multiple_tests([]) == []
 
 
+@pytest.mark.long
 def test_of_runs_that_give_nothing_away_fewer_than_one_audit_in_twenty_finds_membership():
     """Nine models times six attacks, the attacks as alike as real ones. At 5 % each, 2.7 of them would be false."""
     rng, num_false_alarms, alone = np.random.default_rng(6), 0, 0
@@ -241,6 +242,7 @@ CONTROLS = {
 BY_UPLOAD = {(attack, site) for attack in ("alignment", WRONG_SITE) for site in "ab"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sends", "attacked", "said"),
     [
@@ -268,6 +270,7 @@ def test_an_attack_says_which_uploads_it_reads(monkeypatch):
     assert any(n.startswith("change: NOT usable here, because it does not win") for n in result.notes)
 
 
+@pytest.mark.long
 def test_an_attack_stands_beside_the_controls_that_it_names(monkeypatch):
     found_, _ = audited("weights", monkeypatch, _OnlyOtherRows())
     controls_ = {"round 0", "other rows", "overfitted FedAvg"}
@@ -280,6 +283,7 @@ def test_an_audit_without_the_final_model_is_refused():
         runner.run_audit(None, AdversaryKnowledge(None, {}), {}, AuditSample([], []), CONTROL, None, 0)
 
 
+@pytest.mark.long
 def test_the_sum_of_a_secure_run_is_attacked_as_if_it_were_each_site_s_upload(monkeypatch):
     plain, _ = audited("weights", monkeypatch)
     attack_model_pairs, result = audited("weights", monkeypatch, sums=SimpleNamespace(exchange=exchange_of("weights")))
@@ -359,11 +363,13 @@ def test_what_does_not_fit_into_the_time_is_left_out_and_named(monkeypatch):
     assert not [n for n in clocked(monkeypatch, 99.0)[1].notes if n.startswith("Left out")]
 
 
+@pytest.mark.long
 def test_an_attack_whose_controls_do_not_fit_is_not_tried_on_the_run(monkeypatch):
     found_, _ = clocked(monkeypatch, 1.0)
     assert not {model for attack, model in found_ if attack == "slow"} & {"a", "b"}
 
 
+@pytest.mark.long
 def test_an_audit_says_of_what_it_could_not_tell_anything(monkeypatch):
     """The scores of these attacks are equal on both sides, so that no control is won."""
     _, result = audited("weights", monkeypatch)

@@ -73,6 +73,7 @@ def test_a_rank_below_a_row_s_tokens_keeps_it_off(audited, monkeypatch):
     assert "NOT usable here: it does not win on one example" in note
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

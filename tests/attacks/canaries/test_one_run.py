@@ -53,6 +53,7 @@ def test_published_values(counts, delta, published):
     assert epsilon_at_least(*counts, delta) == pytest.approx(published, abs=1e-3)
 
 
+@pytest.mark.long
 def test_a_delta_lowers_the_bound_to_where_the_twin_says_five_percent():
     epsilon = epsilon_at_least(100, 100, 75, 1e-3)
     assert 0 < epsilon < epsilon_at_least(100, 100, 75, 0.0)

@@ -57,6 +57,7 @@ def is_each_alone(task, rows) -> None:
             torch.testing.assert_close(gradients[place][name], g, rtol=1e-3, atol=1e-5 * length)
 
 
+@pytest.mark.long
 def test_many_rows_at_once_have_each_ones_own_gradient(counted):
     """In numbers, too: an attack may read a gradient's length, and a longer row sums more terms."""
     task, rows = prepared()
@@ -69,6 +70,7 @@ def test_many_pictures_at_once_have_each_ones_own_gradient(pictures, counted):
     assert counted == [4, 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keys", [{"train__loss_mask": "all"}, {"train__packing": True, "task__max_tokens": 128}])
 def test_rows_whose_loss_in_steps_is_another_are_read_one_by_one(keys, counted):
     """The attacks ask about the target alone, whatever the steps learn."""
@@ -76,6 +78,7 @@ def test_rows_whose_loss_in_steps_is_another_are_read_one_by_one(keys, counted):
     assert not counted
 
 
+@pytest.mark.long
 def test_gradients_of_a_large_adapter_are_few_at_a_time(counted, monkeypatch):
     task, rows = prepared(3)
     monkeypatch.setattr(per_example_gradients, "MOST_BYTES", 2 * sum(p.nbytes for p in task.trained.values()) + 1)

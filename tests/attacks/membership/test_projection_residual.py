@@ -97,6 +97,7 @@ def test_another_site_s_row_loses(attacked):
     assert np.mean(areas[B]) < 0.8, areas
 
 
+@pytest.mark.long
 def test_with_more_rows_than_directions_the_span_says_less(attacked):
     """The classes' errors span CLASSES - 1 directions, so B gives nothing away behind three rows; A has WIDTH."""
     areas = {}

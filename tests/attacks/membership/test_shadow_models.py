@@ -53,6 +53,7 @@ def played(steps: int, target_steps: int | None = None):
     return shadows, at, shadow_models.run_shadow_attack(shadows, at, SETTINGS, rng)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["per class", "global"])
 def test_it_wins_against_a_target_that_knows_its_rows_by_heart(kind):
     outcome = played(150)[2][kind]
@@ -146,6 +147,7 @@ def told(classes, values):
     return np.stack([values, 1 - values], -1), np.asarray(classes)
 
 
+@pytest.mark.long
 def test_a_class_with_few_rows_is_scored_by_the_global_net():
     rng = np.random.default_rng(0)
     (members, m), (others, o) = told([0, 0, 1, 1], [0.9] * 4), told([0, 0, 1, 1], [0.5] * 4)
@@ -157,6 +159,7 @@ def test_a_class_with_few_rows_is_scored_by_the_global_net():
     assert outcome["per class"].accuracy.value == outcome["global"].accuracy.value == 1.0
 
 
+@pytest.mark.long
 def test_the_global_net_reads_the_class():
     """In class 0 a high first probability is a member, in class 1 a low one: the class is needed to tell."""
     rng = np.random.default_rng(0)
@@ -170,6 +173,7 @@ def test_the_global_net_reads_the_class():
     assert outcome.accuracy.value == 1.0
 
 
+@pytest.mark.long
 def test_both_sides_have_as_many_rows_of_each_class_and_classes_of_one_side_are_left_out():
     rng = np.random.default_rng(0)
     members, m = told([0] * 5 + [1] * 2, [0.9] * 7)
@@ -200,6 +204,7 @@ def test_held_out_shadows_stop_a_net_that_learns_noise():
     assert float(torch.nn.functional.cross_entropy(net.logits(sides[0][0], net.weights), sides[0][1])) > 0.4
 
 
+@pytest.mark.long
 def test_one_seed_gives_one_outcome():
     shadows, at, _ = played(150)
     first, second = (shadow_models.run_shadow_attack(shadows, at, SETTINGS, np.random.default_rng(8)) for _ in range(2))

@@ -195,6 +195,7 @@ def test_fedavg_is_rebuilt_to_the_bit(tmp_path):
             assert error.products == error.tensors == 0.0
 
 
+@pytest.mark.long
 def test_fedrand_is_not(tmp_path):
     """And the factor sent last is the client's own to the bit: exactly one of the two is not."""
     for truth, *models in rebuilt_of(FedRand(), "fedrand", tmp_path):
@@ -213,6 +214,7 @@ def test_few_rounds_leave_factors_unseen(tmp_path):
     assert [(r.coverage, r.staleness) for _, r, _ in rebuilt_models] == [(0.5, 0)] * 4
 
 
+@pytest.mark.long
 def test_without_past_the_best_pair_is_closer(tmp_path):
     """5 federations of up to 4 sites, the better of the server's two pairings.
 

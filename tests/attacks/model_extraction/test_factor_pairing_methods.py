@@ -76,6 +76,7 @@ def test_fedavg_is_the_client_itself(rebuild, walk, lora_spec, lora_weights):
         assert rebuilt.seen == dict.fromkeys(lora_spec, round_)
 
 
+@pytest.mark.long
 def test_latest_pairs_the_last_a_with_the_last_b_that_the_site_drew(walk, lora_spec, lora_weights):
     """The staleness counts the site's participations, not rounds."""
     _, view, history, before = walk("fedrand", lora_spec, lora_weights)
@@ -177,6 +178,7 @@ def test_a_wire_of_half_precision_comes_back_in_fp32(dtype, walk, lora_spec, lor
         assert all(torch.equal(rebuilt[n], w.to(getattr(torch, dtype)).float()) for n, w in history["a"][-1][1].items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bits,most", [(0, 0.0), (8, 0.01), (4, 0.15)])
 def test_a_coded_factor_is_read_as_the_method_reads_it(walk, lora_spec, lora_weights, bits, most):
     """Eight bits hide less than a percent of the factor; a payload of codes is no reason to attack nothing."""

@@ -113,6 +113,7 @@ def test_the_rebuilt_client_is_the_client(name, fields, fraction, rebuild, walk)
         assert (rebuilt_model.coverage, rebuilt_model.staleness) == (1.0, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["fedex_lora", "flora"])
 def test_codes_are_read_to_half_a_step(name, walk):
     _, view, noted = walk(name, "upload_bits = 8", rounds=2)
@@ -181,6 +182,7 @@ def area(view, knowledge, rows, others, beside=0):
     return area_under_roc(mine, theirs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["fedex_lora", "flora"])
 def test_the_attack_wins_on_a_late_round_and_not_on_another_sites_upload(name, taught):
     _, view, knowledge, rows = taught(name)
@@ -190,6 +192,7 @@ def test_the_attack_wins_on_a_late_round_and_not_on_another_sites_upload(name, t
     assert area(view, knowledge, rows, others, beside=1) < 0.75
 
 
+@pytest.mark.long
 def test_sums_of_pairs_are_attacked_and_sums_of_products_left_out(taught, same_masks):
     federation, _, knowledge, rows = taught("fedex_lora", secure=True)
     final = federation.models()["server"]

@@ -54,6 +54,7 @@ def small(model):
     return image, gradients(model, twice(image))
 
 
+@pytest.mark.long
 def test_a_mask_that_is_known_does_not_hide_the_image(model, sent):
     match = levenberg_marquardt(
         model, [observed(sent, 0.2)], LABEL, (1, 3, 8, 8), generator=seeded(), starts=4, coarse=0
@@ -95,6 +96,7 @@ def test_sixteen_pixels_a_side(rate):
     assert match.residual < 1e-8
 
 
+@pytest.mark.long
 def test_a_batch_s_jacobian_image_by_image_is_that_of_all_at_once(model):
     """Two exchanges, the second at weights of its own, and a known upsampling; against torch's own of the whole."""
     other = vit(size=8, patch=2, hidden=20, layers=2, heads=2, seed=1)
@@ -117,6 +119,7 @@ def test_a_start_is_of_ever_finer_images():
     assert coarser_sizes((1, 3, 1, 5)) == []
 
 
+@pytest.mark.long
 def test_a_coarse_image_is_found_before_the_first_step_of_the_fine_ones(model):
     """Half of its pixels a side say all of it; from grey noise nothing is found in no step."""
     true = twice(smooth(1, 4))
@@ -141,6 +144,7 @@ def test_two_images_of_a_batch_are_found(model):
     assert min(peak_signal_to_noise(image, true, 2) for image, true in zip(match.image, IMAGES[:2], strict=True)) > 40
 
 
+@pytest.mark.long
 def test_a_known_upsampling_leaves_fewer_unknowns(model, small):
     """48 unknowns: a tenth of the entries is enough."""
     true, sent = small
@@ -186,6 +190,7 @@ def test_adam_comes_nearer_with_the_mask_than_with_the_zeros(model, small):
     assert near > far + 3
 
 
+@pytest.mark.long
 def test_a_withheld_entry_is_not_read(model, small):
     """NaN behind the mask changes nothing."""
     true, sent = small

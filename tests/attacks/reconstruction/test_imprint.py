@@ -39,12 +39,14 @@ def recovered(setting, sent, rows=None) -> float:
     return sum(t in prefixes for t in truth) / len(truth)
 
 
+@pytest.mark.long
 def test_one_upload_gives_the_beginnings_of_all_rows_away(setting):
     _, task, initial, rows, _, gate = setting
     assert len({tuple(row.ids[: POSITIONS.stop]) for row in rows}) > 1
     assert recovered(setting, imprint.craft_broadcast(task, initial, LAYER, gate, 20.0)) == 1.0
 
 
+@pytest.mark.long
 def test_it_loses_on_an_honest_broadcast_and_on_a_gate_that_does_not_close(setting):
     _, task, initial, _, _, gate = setting
     assert recovered(setting, initial) == 0.0

@@ -55,6 +55,7 @@ def test_one_step_of_sgd_gives_every_token_of_a_row_away(setting):
     assert token_recovery.recovered_share(token_sets, rows[1].ids[::-1]) < 0.5, "another row's tokens are not there"
 
 
+@pytest.mark.long
 def test_it_loses_where_a_did_not_move_and_on_the_broadcast_of_a_run_that_begins(setting):
     task, weights, rows = setting
     assert read_tokens(task, weights, torch.zeros_like(weights[A])) == [set()] * READ
@@ -64,6 +65,7 @@ def test_it_loses_where_a_did_not_move_and_on_the_broadcast_of_a_run_that_begins
     )
 
 
+@pytest.mark.long
 def test_it_loses_with_more_tokens_than_directions_with_noise_and_with_adamw(setting):
     task, weights, rows = setting
     several = sum(moved(setting, row) for row in rows[:4])

@@ -53,6 +53,7 @@ def told(found: ParticipationScores, of=None, names=SITES) -> float:
     return area_under_roc(scores[truth], scores[~truth])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["fedavg", "fedrand", "ffa_lora", "rolora"])
 def test_the_undefended_control_is_won(tmp_path, name):
     """Uploads site by site: whose is this one?"""
@@ -90,6 +91,7 @@ class Adrift(Descent):
         return type(done)({n: w + torch.randn(w.shape, generator=stream) for n, w in weights.items()}, done.report)
 
 
+@pytest.mark.long
 def test_who_was_untrained_is_told_from_nobody(tmp_path):
     """Sites that drift by chance: neither the round nor the run says who they were."""
     areas = []
@@ -112,6 +114,7 @@ def test_who_took_part_in_every_round_is_told_from_who_never_did(tmp_path):
     assert area_under_roc(scores[: len(SITES)], scores[len(SITES) :]) > 0.8
 
 
+@pytest.mark.long
 def test_a_leaning_is_that_of_its_equations(tmp_path):
     """A naive twin: all tensors in one vector, one upload at a time."""
     scores, (view, knowledge, known_rows, nobody) = attacked(tmp_path, rounds=1, fraction=1.0)

@@ -78,6 +78,7 @@ def test_sites_are_not_ordered_by_what_nothing_can_learn(tmp_path):
     assert 0.3 < sum(concordances) / len(concordances) < 0.7
 
 
+@pytest.mark.long
 def test_the_control_fails_where_its_property_goes_with_a_class(tmp_path):
     """Of nine rows in ten such a hash says whether they are of the first class: by it sites are ordered."""
     concordances = []

@@ -37,6 +37,7 @@ def times(weights, factor: float) -> dict:
     return {name: factor * w for name, w in weights.items()}
 
 
+@pytest.mark.long
 def test_the_first_broadcast_is_judged_against_what_the_seed_says(tmp_path):
     server = Server(tmp_path, "max-broadcast-change = 0.01")
     assert server.send(server.initial)
@@ -58,6 +59,7 @@ def test_whatever_asks_for_the_rows_the_weights_are_judged_before(config, tmp_pa
     assert server.send(server.initial)
 
 
+@pytest.mark.long
 def test_a_later_broadcast_is_judged_against_the_last_that_was_trained_from(tmp_path):
     server = Server(tmp_path, "max-broadcast-change = 0.3")
     for round_, factor in enumerate((1.0, 1.2, 1.45)):
@@ -90,6 +92,7 @@ def test_zeros_in_between_do_not_open_the_bound(tmp_path):
         server.send(times(server.initial, 5.0), 2)
 
 
+@pytest.mark.long
 def test_a_norm_is_bounded_where_the_site_says_so(tmp_path):
     server = Server(tmp_path, "max-broadcast-norm = 3.0")
     with pytest.raises(PolicyError, match="a norm of at most 3 .max-broadcast-norm., found more"):

@@ -46,6 +46,7 @@ def test_two_ranks_train_as_one(plain, rows, train):
         assert two.report[key] == pytest.approx(one.report[key], rel=1e-5)
 
 
+@pytest.mark.long
 def test_with_frozen_entries_and_a_penalty(plain):
     frozen = {
         name: torch.rand(w.shape, generator=torch.Generator().manual_seed(1)) < 0.5 for name, w in plain.weights.items()

@@ -110,6 +110,7 @@ TURNS = st.tuples(
 )  # fmt: skip
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(st.lists(TURNS, max_size=8))
 def test_a_server_never_gets_scores_of_two_sets_of_rows(tmp_path_factory, turns):

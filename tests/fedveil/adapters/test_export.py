@@ -82,6 +82,7 @@ def same(found: torch.Tensor, wanted: torch.Tensor, plain: torch.Tensor, fine: f
     assert not torch.allclose(wanted, plain, atol=1e-2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", PAIRS)
 def test_peft_loads_pairs_with_the_same_logits(base, kind, tmp_path):
     model, plain = BASES[base](), logits(BASES[base]())
@@ -107,6 +108,7 @@ def test_merged_weights_give_the_same_logits(base, kind):
     assert not torch.allclose(logits(merged), plain, atol=1e-2)
 
 
+@pytest.mark.long
 def test_the_config_says_what_peft_needs_and_no_more(tmp_path):
     adapter = PAIRS["rslora with dropout"]
     at, trained = attached(gpt2(), adapter, "bases/gpt2")

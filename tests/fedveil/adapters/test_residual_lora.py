@@ -47,6 +47,7 @@ def test_a_layer_by_hand():
     assert layer.lora_A.grad.tolist() == [[6.0, 12.0]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("base", sorted(BASES))
 def test_without_a_residual_it_is_lora_and_only_the_pairs_ask_for_gradients(base):
     from tests.fedveil.adapters.test_export import logits, root
@@ -86,6 +87,7 @@ def test_the_spec_says_what_is_fixed_and_a_training_leaves_it_as_it_is():
         assert torch.equal(w, start[name]) == name.endswith(RESIDUAL), name
 
 
+@pytest.mark.long
 def test_single_rows_have_no_gradient_of_it_and_noisy_steps_leave_it():
     """The gradients of the pairs are those of LoRA, where the residual is zero."""
     task, plain = task_of(ResidualLoraAdapter(rank=2)), task_of(LoraAdapter(rank=2))
@@ -103,6 +105,7 @@ def test_single_rows_have_no_gradient_of_it_and_noisy_steps_leave_it():
         assert torch.equal(w, start[name]) == name.endswith(RESIDUAL), name
 
 
+@pytest.mark.long
 def test_a_round_on_a_real_model_scores_as_the_mean_of_the_two_models():
     """Two sites train; the server's model gives the logits of a base that has the mean of the two changes in it."""
     method = FedExLoRA(adapter=ResidualLoraAdapter(rank=2, alpha=4.0))
@@ -131,6 +134,7 @@ def test_a_round_on_a_real_model_scores_as_the_mean_of_the_two_models():
     assert abs(apart - wanted) > 10 * abs(served_loss - wanted)
 
 
+@pytest.mark.long
 def test_a_plan_has_its_residual_in_memory_and_no_states_for_it():
     values = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
     settings, config = (

@@ -95,6 +95,7 @@ class Counting:
         return getattr(self._file, name)
 
 
+@pytest.mark.long
 def test_no_line_is_longer_than_eight_megabytes_and_nothing_is_half_written(tmp_path):
     file = tmp_path / "audit-log.jsonl"
     audit_log.append_entry(file, "first", {})

@@ -141,6 +141,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, data, base, m
     assert list((tmp_path / "shelf").iterdir()) == []
 
 
+@pytest.mark.long
 def test_another_task_share_or_seed_has_rows_of_its_own(tmp_path, data, base):
     cases = [({}, None), ({"task__max_tokens": 20}, None), ({"task__source_column": "ref"}, None)]
     cases += [({"run__seed": seed}, DatasetShard(i, 2)) for seed in (1, 2) for i in (0, 1)]

@@ -231,6 +231,7 @@ def places_of_errors() -> dict[tuple[str, int, int], str]:
     return places
 
 
+@pytest.mark.long
 def test_no_error_log_message_or_file_has_a_value_of_a_row(tmp_path, monkeypatch, capfd):
     built: set[tuple[str, int]] = set()
     plain = TaskError.__init__

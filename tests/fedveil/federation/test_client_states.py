@@ -80,6 +80,7 @@ def test_the_round_under_way_counts_and_takes_effect_as_a_whole(scratch):
     assert (cache.memory_bytes, len(files(scratch)), cache["a"].scalars["turns"]) == (400, 1, 8)
 
 
+@pytest.mark.long
 def test_the_folder_goes_with_the_object(scratch):
     cache = ClientStateCache(0)
     cache["a"] = state(1)

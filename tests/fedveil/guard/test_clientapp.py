@@ -387,6 +387,7 @@ def test_where_the_log_cannot_be_written_the_run_is_refused(tmp_path, monkeypatc
     assert not (tmp_path / "flower").exists()
 
 
+@pytest.mark.long
 def test_the_modules_of_the_installation_make_room_for_the_bundles():
     code = (
         "import sys; import fedveil.client_app.policy.decisions, fedveil.records.audit_log; "
@@ -416,6 +417,7 @@ def test_the_entry_point_imports_no_torch_and_refuses_another_flower(tmp_path, m
         clientapp.main()
 
 
+@pytest.mark.long
 def test_the_console_names_the_digest_that_flower_would_send(app, fab, tmp_path, capsys):
     from fedveil.console.main import main
 

@@ -36,6 +36,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("error", [ValueError("x"), RuntimeError("Heartbeat failed"), RunNotRunningException()])
 def test_a_heartbeat_goes_on_after_any_error_and_flowers_ends(error: BaseException) -> None:
     for sender, goes_on in ((PersistentHeartbeatSender, True), (HeartbeatSender, False)):

@@ -103,6 +103,7 @@ def test_a_copy_need_not_import_what_every_message_needs(copies):
     assert copies[1][0]["late"] == []
 
 
+@pytest.mark.long
 def test_two_copies_draw_other_numbers(copies):
     one, other = (line["random"] for line in copies[1])
     assert one[0] != other[0]

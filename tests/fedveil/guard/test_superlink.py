@@ -167,6 +167,7 @@ def test_every_server_of_the_process_is_behind_it(monkeypatch):
     assert uvicorn.Config("app", port=1).app == ("app", "wrapped")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("main", ["superlink.main()", "loopback_ports.main('flower-superlink')"])
 def test_a_superlink_has_all_that_is_mended(main):
     code = f"""

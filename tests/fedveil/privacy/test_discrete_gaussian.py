@@ -141,6 +141,7 @@ def exact(variance: Fraction, rng: random.Random) -> int:
             return y
 
 
+@pytest.mark.long
 def test_draws_are_distributed_as_those_of_the_exact_sampler():
     """Two samples of 20,000 each, in 16 cells: chi-square of their difference."""
     sigma, count, rng = 5.5, 20_000, random.Random(8)

@@ -273,6 +273,7 @@ def test_both_figures_of_a_charge():
         claimed().privacy_spent(SamplingPlan(3, 2, 8, 40, REPLACE))
 
 
+@pytest.mark.long
 def test_the_ledger_charges_the_noise_of_the_sum_and_keeps_the_own_share_beside_it(tmp_path):
     ledger, plan = PrivacyLedger(tmp_path), SamplingPlan(1, 1, 8, 40, REPLACE)
     charges = claimed().privacy_spent(plan)

@@ -57,6 +57,7 @@ def test_every_flipped_bit_of_a_state_is_found(tmp_path):
     assert torch.equal(load_file(tmp_path / "s.safetensors")["h.0.a"], STATE.tensors["h.0.a"])
 
 
+@pytest.mark.long
 def test_every_flipped_bit_of_a_private_state_is_found_and_a_newcomer_goes_on_without_it(tmp_path):
     store = ClientStateStore.open(tmp_path, "r", "a")
     store.save("1" * 16, "", STATE)
@@ -77,6 +78,7 @@ def test_every_flipped_bit_of_the_files_of_a_site_s_run_is_found(tmp_path):
     assert read_wrong(store.folder / "served.json", lambda: served.check(1, 5, 3)) == []
 
 
+@pytest.mark.long
 def test_every_flipped_bit_of_the_ledger_is_found(tmp_path):
     ledger, own = PrivacyLedger(tmp_path), PrivacyBudget(100.0, 1e-5, Adjacency.REPLACE_ONE)
     for _ in range(2):

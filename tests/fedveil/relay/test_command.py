@@ -103,6 +103,7 @@ def _settings(kit: Path) -> EndpointConfig:
     return relay_start.endpoint_settings(given, kit, kit / "state")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end,action", [("server", "export"), ("site", "import")])
 @pytest.mark.parametrize(
     "break_,said",

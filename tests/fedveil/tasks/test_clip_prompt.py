@@ -176,6 +176,7 @@ def test_the_loss_is_cross_entropy_and_the_contrast(folder, data, form):
     assert all(float(g.abs().max()) > 0 for g in grown)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["one", "sum", "factored", "contrast"])
 def test_per_sample_gradients_by_torch_func(folder, data, form):
     """vmap over rows, each a batch of one, against one backward a row; the whole batch's gradient is their sum."""

@@ -212,6 +212,7 @@ def test_no_step_returns_the_weights_bit_for_bit(adapter, rows):
     assert result.report["loss_trained"] == result.report["loss_received"]
 
 
+@pytest.mark.long
 def test_all_weights_train_and_the_base_values_survive(rows):
     task = make(AllWeightsAdapter(), train__batch_size=8, train__learning_rate=1e-3)
     base = task.initial(RandomStream(KEY))

@@ -14,6 +14,7 @@ from fedveil.tasks.text_generation import TextGeneration
 from tests.fedveil.training.small import KEY
 
 
+@pytest.mark.long
 def test_all_weights_train_under_checkpointing_too(rows):
     task = load_task(
         run_config.parse({"train.gradient-checkpointing": True, "train.max-steps": 1}), AllWeightsAdapter(), "cpu"

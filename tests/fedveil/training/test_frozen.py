@@ -77,6 +77,7 @@ def test_a_factor_that_stays_has_no_state_and_moves_by_no_bit(task, rows, start,
             assert float((w - start[name]).abs().max()) > 1e-3
 
 
+@pytest.mark.long
 def test_sets_take_turns_a_step_each(task, rows, start, states):
     trained_weights = (
         task.trainer(rows, RandomStream(KEY))

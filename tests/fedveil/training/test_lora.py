@@ -101,6 +101,7 @@ def same(one, other) -> bool:
     return all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
 
 
+@pytest.mark.long
 def test_a_deterministic_turn_repeats_and_another_drops_other_entries(trained, monkeypatch):
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -116,11 +117,13 @@ def test_a_deterministic_turn_repeats_and_another_drops_other_entries(trained, m
     assert not same(first, trained())  # in the same batches
 
 
+@pytest.mark.long
 def test_a_second_training_of_the_turn_drops_other_entries(task, trained, monkeypatch):
     monkeypatch.setattr("fedveil.data.batches.epoch_order", lambda rows, *_: list(range(len(rows))))
     assert not same(trained(times=1), trained(times=2))
 
 
+@pytest.mark.long
 def test_recomputed_layers_drop_the_same_entries_twice(trained):
     assert same(trained(), trained(gradient_checkpointing=True))
 

@@ -33,6 +33,7 @@ def by_hand(task, rows, start: Weights, batches: list[list[list[int]]]) -> dict[
     return {n: p.detach().clone() for n, p in task.trained.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_fedprox_in_one_file_is_its_formula(accumulate):
     flat = {

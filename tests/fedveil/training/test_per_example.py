@@ -32,6 +32,7 @@ def test_each_rows_gradient_is_that_of_the_row_alone():
         assert result.losses[place] == pytest.approx(float(loss.detach()), rel=1e-5)
 
 
+@pytest.mark.long
 def test_the_gradients_of_rows_in_bf16_are_nearly_those_in_fp32():
     allowed = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     results = []

@@ -40,6 +40,7 @@ def test_recomputed_activations_give_the_same_gradients(configured, rows, start)
     assert not any(m.training for m in task.base.model.modules())
 
 
+@pytest.mark.long
 def test_checkpointing_trains_to_the_same_weights_and_leaves_generation_alone(configured, rows, start):
     plain = configured(train__max_steps=3, train__batch_size=4).trainer(rows, RandomStream(KEY)).train(start)
     task = configured(

@@ -58,6 +58,7 @@ def test_the_defaults_are_a_plain_loop_bit_for_bit(configured, rows, start):
     assert (seen[-1].step, seen[-1].loss) == (8, losses[-1])
 
 
+@pytest.mark.long
 def test_accumulated_batches_step_as_one_batch_of_all_their_rows(configured, rows, start):
     """29 rows, 4 x 3 a step: the third step has 5 rows in batches of 3 and 2."""
     joint = (
@@ -249,6 +250,7 @@ def test_batches_are_made_one_ahead_in_a_thread():
     assert list(batches.prefetch([], work)) == []
 
 
+@pytest.mark.long
 def test_loss_on_all_learns_the_sources_too_and_scores_the_targets(configured, rows, start):
     """By hand: every token of a row but its first, from the logits before it."""
     plain = configured(train__batch_size=4).trainer(rows, RandomStream(KEY)).gradient(start)

@@ -124,6 +124,7 @@ def classifier_task(folder):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "make", [text_task, image_task, clip_task, classifier_task], ids=["text", "image", "clip", "classifier"]
 )

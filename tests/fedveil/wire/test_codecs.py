@@ -106,6 +106,7 @@ def test_dense_copies_nothing():
     assert joined(DenseCodec(), torch.nn.Parameter(value)) == bytes(part)
 
 
+@pytest.mark.long
 def test_a_view_of_bytes_says_nothing_and_leaves_the_filters_of_warnings_alone():
     """In a process of its own, since torch says it once."""
     program = """

@@ -162,6 +162,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=400, deadline=None)
 @given(key=st.sampled_from(sorted(header_of(packed()))), value=JSON)
 def test_any_value_in_any_place_of_a_header_is_decoded_or_refused_and_never_raises_otherwise(key, value):
@@ -170,6 +171,7 @@ def test_any_value_in_any_place_of_a_header_is_decoded_or_refused_and_never_rais
         assert set(message.payload.fields) == set(SPEC)
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(position=st.integers(0, 4), value=JSON)
 def test_any_value_in_any_place_of_a_field_s_entry_is_decoded_or_refused(position, value):

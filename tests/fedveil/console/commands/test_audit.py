@@ -278,6 +278,7 @@ def test_a_secure_run_is_read_as_its_server_could(tmp_path, monkeypatch):
     assert "could NOT see a single upload" in report.run_page_html([runs.load_run(folder)])
 
 
+@pytest.mark.long
 def test_a_report_without_an_audit_says_so(make_run):
     page_html = report.run_page_html([runs.load_run(make_run())])
     assert page_html.count("Not attacked, so what an attacker could learn is unknown") == 1
@@ -358,6 +359,7 @@ def test_pictures_are_read_off_whole_gradients_and_shown(tmp_path):
     assert 'src="data:image/png;base64,' in images_html
 
 
+@pytest.mark.long
 def test_a_closed_form_that_fails_is_no_safety(tmp_path):
     notes, _ = pictures_of(tmp_path, "rate = 0.5")
     assert "0 of 2 recovered" in notes[0]

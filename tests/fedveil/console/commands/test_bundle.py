@@ -53,6 +53,7 @@ def test_an_empty_folder_is_no_bundle(tmp_path, capsys):
     assert main(["bundle", "manifest", str(tmp_path / "none")]) == 2
 
 
+@pytest.mark.long
 def test_make_leaves_nothing_half_done_and_no_folder_that_was_there(tmp_path, capsys, monkeypatch):
     from fedveil.console.flower.processes import LaunchError
 

@@ -135,6 +135,7 @@ def test_an_arm_is_a_method_and_perhaps_a_defence():
         assert config.parse({**arm.settings(demo.SETTINGS), "run.name": arm.name}).run.capture_messages
 
 
+@pytest.mark.long
 def test_a_run_that_cannot_be_attacked_is_shown_all_the_same(make_run, tmp_path, capsys):
     failed: Future = Future()
     failed.set_exception(StateError("there is no tap"))
@@ -147,6 +148,7 @@ def test_a_run_that_cannot_be_attacked_is_shown_all_the_same(make_run, tmp_path,
     assert (tmp_path / "report.html").is_file()
 
 
+@pytest.mark.long
 def test_the_card_of_a_run_is_made_again_after_its_attack(make_run, tmp_path):
     run = audited(make_run(method="fedrand"), found("site-1", 0.8, "above"))
     (run / "final").mkdir()

@@ -105,6 +105,7 @@ def test_epsilon_is_the_methods_budget_and_infinite_where_nothing_keeps_it():
     assert promised_epsilon(strategies.create_method("fedavg"), config, 1e-5) == float("inf")
 
 
+@pytest.mark.long
 def test_noise_in_the_sum_is_explained_with_whom_it_counts_on_and_where_the_own_share_is_computed(lora_spec):
     """h = 5 - 1."""
     flat = {
@@ -136,6 +137,7 @@ def test_noise_in_the_sum_is_explained_with_whom_it_counts_on_and_where_the_own_
     assert UNTIMED not in plain
 
 
+@pytest.mark.long
 def test_noise_without_a_bound_is_explained_by_the_epsilon_that_it_gives(lora_spec, capsys):
     noisy = ["dp.clip-norm=1.0", "dp.noise-multiplier=1.5", "train.batch-size=10", "method.name=fedavg"]
     asked = ["explain", *(word for pair in noisy for word in ("--set", pair))]
@@ -165,6 +167,7 @@ def test_a_delta_other_than_the_run_s_is_refused(capsys):
     assert main([*noisy, "--delta", "1e-5"]) == 0
 
 
+@pytest.mark.long
 def test_settings_that_promise_nothing_are_warned_of(tmp_path, capsys):
     policy = tmp_path / "site-policy.toml"
     policy.write_text('methods = ["fedavg"]\nmin-examples = 50\ndelta = 0.02\nmax-epsilon = 9\n')

@@ -83,6 +83,7 @@ def test_a_merged_folder_writes_in_transformers_what_generate_writes(fields, tmp
     assert "OUT: expected a new or empty folder" in refused(capsys, "merge", run, tmp_path / "whole")
 
 
+@pytest.mark.long
 def test_the_card_goes_with_a_merged_model_without_the_signatures_of_other_files(tmp_path, capsys):
     run = made(tmp_path / "run", **{"method.name": "fedavg", "method.params": "adapter = {rank = 2}"})
     assert said(capsys, "merge", run, tmp_path / "bare").splitlines() == [
@@ -125,6 +126,7 @@ def test_pictures_are_captioned_and_asked_about(tmp_path, capsys):
     assert "b.png" in refused(capsys, "generate", run, "--image", tmp_path / "b.png")
 
 
+@pytest.mark.long
 def test_evaluate_gives_the_scores_of_the_runs_own_evaluation(tmp_path, capsys):
     run = made(tmp_path / "run", **{"method.params": "adapter = {rank = 4}"})
     scores = json.loads(said(capsys, "evaluate", run, "--data", DATA, "--eval-examples", 3, "--json"))

@@ -109,6 +109,7 @@ def _with(folder, name, change):
     (folder / name).write_text("".join(json.dumps(change(line)) + "\n" for line in lines))
 
 
+@pytest.mark.long
 def test_scores_of_held_out_rows_stand_beside_their_counts(make_run):
     folder = make_run()
 
@@ -138,6 +139,7 @@ def test_scores_of_held_out_rows_stand_beside_their_counts(make_run):
     assert per_site.held_out_scores(0, {"held_out_refused": 77.0}).why == "of another version"
 
 
+@pytest.mark.long
 def test_page_and_last_lines_say_that_no_round_changed_the_model(make_run):
     folder, words = make_run(), "so the uploads changed nothing"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

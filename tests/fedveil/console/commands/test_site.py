@@ -135,6 +135,7 @@ def test_why_the_last_turn_failed_is_said_until_one_succeeds(tmp_path, capsys):
     assert workers.last_failures(tmp_path) == []
 
 
+@pytest.mark.long
 def test_a_worker_started_for_a_container_is_shown_and_ends_with_its_owner(tmp_path, capsys):
     with subprocess.Popen(["sleep", "100"]) as owner:
         assert main(["site", "warm", "--name", "north", "--state-dir", str(tmp_path), "--owner", str(owner.pid)]) == 0

@@ -213,6 +213,7 @@ def killed(folder):
     return folder
 
 
+@pytest.mark.long
 def test_everybody_is_told_that_a_run_died_of_what_and_how_it_goes_on(make_run, tmp_path, capsys):
     folder = killed(make_run(method="fedavg", state="running"))
     words = (

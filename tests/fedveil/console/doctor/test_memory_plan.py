@@ -142,6 +142,7 @@ def test_a_base_that_is_not_made_for_so_long_rows_fails(capsys):
     assert "task.max-tokens: expected at most 192, the context of tiny" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_rows_of_the_data_are_planned_for_where_they_are_known(tmp_path, capsys):
     (tmp_path / "train.jsonl").write_text('{"mr": "a", "ref": "b"}\n' * 45)
     data = f"task.data={tmp_path}"

@@ -423,6 +423,7 @@ def test_every_command_that_changes_the_registry_locks_it(federation, monkeypatc
     assert main(["members", "list", str(federation)]) == 0
 
 
+@pytest.mark.long
 def test_commands_of_other_processes_lose_no_site(federation):
     """Each adds a site to what it read."""
     names = [f"site-{i}" for i in range(3)]

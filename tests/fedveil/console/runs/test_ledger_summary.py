@@ -137,6 +137,7 @@ def private_data(tmp_path, name: str, run: str = "r"):
     return witness
 
 
+@pytest.mark.long
 def test_another_folder_s_history_is_adopted_by_command(tmp_path, capsys):
     private_data(tmp_path, "first")
     command = ["site", "ledger", "adopt", str(tmp_path / "data"), "--state-dir", str(tmp_path / "second")]

@@ -86,6 +86,7 @@ def test_a_refused_upload_counts_in_the_summary_the_ledger_and_at_its_site(make_
     assert "refused uploads</td>" in page
 
 
+@pytest.mark.long
 def test_the_report_says_which_site_did_not_sign(make_run):
     folder = make_run(state="failed")
     records = {site.name: site.unsigned for site in per_site.records_by_site(load_run(folder))}
@@ -112,6 +113,7 @@ def test_an_attempt_under_way_counts_before_it_has_a_line(make_run):
     assert under_way(folder, "running").upload_bytes == whole
 
 
+@pytest.mark.long
 def test_what_the_server_learns_of_a_secure_run_is_the_sum(make_run):
     clear, secure = (
         run_page.run_page_html([load_run(folder)]) for folder in (make_run(method="fedavg"), masked(make_run()))
@@ -127,6 +129,7 @@ def test_what_the_server_learns_of_a_secure_run_is_the_sum(make_run):
     assert sent.startswith("a masked vector with keys ")
 
 
+@pytest.mark.long
 def test_a_run_that_was_not_attacked_says_so(make_run):
     folder = make_run()
     assert "Not attacked, so what an attacker could learn is unknown" in (

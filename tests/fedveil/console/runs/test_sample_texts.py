@@ -23,6 +23,7 @@ def test_a_run_of_texts_has_samples_of_its_first_and_its_last_model(tmp_path):
     assert all(s.after for s in samples)
 
 
+@pytest.mark.long
 def test_without_test_rows_there_are_none(tmp_path):
     run = made(tmp_path / "run", SITES, {"run.rounds": 1, "train.epochs": 1})
     sample_texts.write_samples(run)

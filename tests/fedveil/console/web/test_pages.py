@@ -85,6 +85,7 @@ def test_the_list_of_runs_has_when_each_began_and_ended(runs):
     assert text.count('<td data-label="started (UTC)"><time datetime="2026-01-02T03:04:05+00:00">') == 3
 
 
+@pytest.mark.long
 def test_a_run_says_what_attacks_found_and_a_broken_audit_is_shown_as_text(runs):
     client = opened(runs)
     assert "Not attacked, so what an attacker could learn is unknown" in client.get(f"{client.base}/runs/fedrand").text
@@ -124,6 +125,7 @@ def test_a_run_shows_its_figures_its_sites_and_what_each_disclosed(runs):
     assert disclosure_section.UNSIGNED_NOTE.replace("'", "&#x27;") in text
 
 
+@pytest.mark.long
 def test_a_run_that_is_not_scored_shows_what_its_sites_told(runs):
     client = opened(runs)
     assert "Training loss at the sites" not in client.get(f"{client.base}/runs/fedavg").text
@@ -217,6 +219,7 @@ def test_the_audit_log_has_its_verdict(runs):
     assert 'class="alert"' in client.get(f"{client.base}/").text
 
 
+@pytest.mark.long
 def test_what_others_wrote_is_text_on_every_page(hostile):
     client = opened(hostile)
     pages = every_page(client)

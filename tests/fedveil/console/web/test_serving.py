@@ -44,6 +44,7 @@ def test_it_listens_on_the_loopback_alone(server):
     assert ask(server, cookie=False).status == 401
 
 
+@pytest.mark.long
 def test_silent_and_slow_clients_stall_nobody_and_are_cut_off(server):
     lines = []
     for number in range(150):

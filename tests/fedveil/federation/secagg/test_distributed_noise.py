@@ -90,6 +90,7 @@ def shares(run: InProcessFederation, round_: int = 0) -> dict[str, torch.Tensor]
     return noise_by_name
 
 
+@pytest.mark.long
 def test_the_sum_of_the_honest_sites_has_the_variance_that_an_epsilon_counts():
     """h = 4 - 1 sites: z P S of the exact Gaussian, and what rounding adds. Within 5 standard errors."""
     claim = guarantee_of(strategies.create_method("fedavg"), parse(FLAT))

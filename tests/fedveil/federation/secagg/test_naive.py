@@ -120,6 +120,7 @@ def naive_sum(plan, uploads: dict[str, list[int]], opened) -> list[int]:
     return [sum(column) % (1 << plan.bits) for column in zip(*columns, strict=True)]
 
 
+@pytest.mark.long
 @settings(max_examples=12, deadline=None, phases=[Phase.generate])
 @given(
     bits=st.sampled_from([32, 64]),

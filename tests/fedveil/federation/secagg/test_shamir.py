@@ -85,6 +85,7 @@ def test_every_subset_of_at_least_the_threshold_opens_and_no_smaller_one(places)
                 assert (recovered_secret == secret) == (size >= threshold)
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_threshold_of_any_number_of_places_opens(data):
@@ -130,6 +131,7 @@ def test_coefficients_are_as_many_bytes_of_the_operating_system_as_there_are_unk
         assert [row[i] for row in rows] == [share_at(place, secret, coefficients) for place in range(1, 5)]
 
 
+@pytest.mark.long
 def test_fewer_shares_than_the_threshold_leave_every_secret_possible():
     """With one share of two there is one polynomial for each secret: one other second share for each first byte."""
     shares = split(bytes(16), 2, 3)

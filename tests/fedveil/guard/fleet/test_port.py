@@ -284,6 +284,7 @@ def test_no_error_of_the_server_ends_a_site_s_loop(
     assert refused(fleet.call, "send_node_heartbeat", beat)[0] == 503
 
 
+@pytest.mark.long
 def test_a_push_that_fails_for_a_reason_of_ours_is_not_repeated_for_ever(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

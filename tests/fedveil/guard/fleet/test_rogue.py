@@ -210,6 +210,7 @@ def fight(seeds: range, folder: Path, clean: Path, guarded: bool = True) -> dict
     return {seed: problems for seed, problems in found.items() if problems}
 
 
+@pytest.mark.long
 def test_two_sequences_change_nothing(tmp_path: Path, clean_database: Path) -> None:
     assert fight(range(2), tmp_path, clean_database) == {}
 

@@ -130,6 +130,7 @@ def test_a_client_that_died_in_the_middle_is_replaced_by_its_error(fleet: Fleet)
     assert fleet.files() == []
 
 
+@pytest.mark.long
 def test_a_site_that_was_killed_three_times_is_not_locked_out(fleet: Fleet) -> None:
     for number in range(3):
         half(fleet, instruction=fleet.superlink.send(NORTH), content=upload(bytes([number]) * 9))

@@ -226,6 +226,7 @@ def test_a_ninth_call_without_a_body_ends_the_oldest():
     assert calls.count() == 0
 
 
+@pytest.mark.long
 def test_a_call_without_a_body_ends(monkeypatch):
     monkeypatch.setattr(limits, "MAX_BODY_SECONDS", 0.1)
     assert bodies(Port(), OpenCalls(), 2, seconds=1.0) == [503, 503]

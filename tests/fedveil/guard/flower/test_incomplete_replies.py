@@ -33,6 +33,7 @@ def test_flower_hands_out_a_reply_of_which_nothing_has_come(superlink: Superlink
     assert superlink.found(0, 1) == [0]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("ours")
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_reply_is_there_once_all_of_it_is_and_holds_up_no_other(superlink: Superlink, order: int) -> None:

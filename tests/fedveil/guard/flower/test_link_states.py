@@ -35,6 +35,7 @@ def test_nobody_has_an_instruction_that_was_taken_back(superlink: Superlink) -> 
     assert link_states.find_instruction(superlink.state, "ab" * 32) is None
 
 
+@pytest.mark.long
 def test_the_instructions_of_a_site_are_those_of_the_run_and_no_other_s(superlink: Superlink) -> None:
     second = superlink.send(0)
     state, (node, other) = superlink.state, superlink.nodes

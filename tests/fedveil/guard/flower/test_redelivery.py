@@ -52,6 +52,7 @@ def test_a_message_that_is_answered_is_not_handed_out_again(superlink: Superlink
     assert handed_out(superlink, 0) == []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("ours")
 def test_a_message_past_its_deadline_is_not_handed_out_again(
     superlink: Superlink, monkeypatch: pytest.MonkeyPatch

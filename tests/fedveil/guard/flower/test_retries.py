@@ -87,6 +87,7 @@ def always(kind: str) -> Callable[..., str]:
     return call
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("status", STATUSES)
 def test_an_answer_that_flower_gives_up_at_is_asked_again_after(status: str) -> None:
     assert invoker(Clock()).invoke(answers(status, status), PULL) == "answer"

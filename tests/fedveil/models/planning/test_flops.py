@@ -43,6 +43,7 @@ def test_work_of_an_8_b_base(adapter, checkpointing, a_token):
     assert estimate.seconds(1e15, gpus=4, is_split=True) == pytest.approx((estimate.training + estimate.scoring) / 4e15)
 
 
+@pytest.mark.long
 def test_steps_are_bounded_and_a_speed_is_measured_in_a_moment():
     keys = {
         "train.max-steps": 3,

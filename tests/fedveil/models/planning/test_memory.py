@@ -51,6 +51,7 @@ def parts_of(plan: memory.MemoryPlan) -> dict[str, int]:
     return {part.name: part.nbytes for part in plan.phases["training"]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("settings", "entries"), [(EIGHT, 20_971_520), (SEVENTY, 103_546_880)])
 def test_an_8_b_and_a_70_b_base_by_part(settings, entries):
     train = {"train.quantized-base": "4bit", "train.precision": "bf16", "train.gradient-checkpointing": True}

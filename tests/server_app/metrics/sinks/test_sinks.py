@@ -159,6 +159,7 @@ def test_sinks_that_raise_or_sleep_for_ever_stop_no_run_and_the_status_says_why(
     asleep.go.set()
 
 
+@pytest.mark.long
 def test_a_run_that_fails_says_so_to_its_sinks(runs, use):
     sink = Sink()
     with pytest.raises(Exception, match="expected at least 2"):

@@ -64,6 +64,7 @@ def test_without_a_fedavg_run_nothing_is_compared(tmp_path):
     assert [(a.auroc[0], a.base) for a in AuditReport.read(run).across] == [(0.5, "")]
 
 
+@pytest.mark.long
 def test_the_picture_and_its_figures_stand_beside_the_report(tmp_path):
     values = {"fedavg": 0.8, "fedrand": 0.6}
     folders = [audited(write_run(tmp_path, name), found("site-1", v, "above")) for name, v in values.items()]

@@ -183,6 +183,7 @@ def test_the_picture_has_every_figure_and_its_words(pair):
     )
 
 
+@pytest.mark.long
 def test_the_page_opens_with_it(pair):
     runs = pair()
     page = run_page.run_page_html(runs)
