@@ -313,7 +313,7 @@ def test_what_lies_in_the_apps_folder_already_is_not_trusted(tmp_path, monkeypat
         assert site.install() == folder
         assert not cache.exists()
         return
-    site.assert_refused("app: expected only the bundle's own files")
+    site.assert_refused("the bundle's own files")
 
 
 def test_a_bundle_that_is_there_is_compared_and_not_extracted_anew(tmp_path, monkeypatch, fab):
