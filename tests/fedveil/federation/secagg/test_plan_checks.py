@@ -24,8 +24,16 @@ from fedveil.federation.secagg.plan_checks import SiteRequirements
 from fedveil.federation.secagg.roster import SigningKeyRoster, roster_digest
 from fedveil.federation.secagg.site import SecAggSite
 from fedveil.federation.secagg.state import SiteSecAggState
-from fedveil.testing.lying_server import CONFIG, POISONED_BROADCAST, RUN, LyingServer, site_names, terms_of, with_fields
-from tests.fedveil.federation.secagg import liar
+from fedveil.testing.lying_server import (
+    CONFIG,
+    GARBAGE,
+    POISONED_BROADCAST,
+    RUN,
+    LyingServer,
+    site_names,
+    terms_of,
+    with_fields,
+)
 
 SITE = "s00"
 OTHER = "0" * 63 + "7"
@@ -750,7 +758,7 @@ def test_a_row_that_is_not_this_holders_is_left_out(wrong):
         "holder": world.server.rows("s01", plan, site_names(5))["s02"],
         "dealer": rows["s03"],
         "length": good[:-32],
-        "garbage": liar.GARBAGE,
+        "garbage": GARBAGE,
     }[wrong]
     answer = world.open(plan, site_names(5), rows=rows)
     assert answer.unread == ("s02",)
