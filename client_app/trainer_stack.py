@@ -128,6 +128,11 @@ def open_charger(round_: ClientRound, guarantee: PrivacyGuarantee) -> RunCharger
         )
     most = rounds * (policy.max_retries + 1) * _TRAININGS
     unit = UNIT if assignment.config.dp.unit_column else ROW
+    if unit == ROW and site.unit_column:
+        log.warning(
+            "dp.unit-column: this run's guarantee is for one row, and this site has units with several rows "
+            "(unit-column of the node config), which it protects less; agree on dp.unit-column with the run"
+        )
     terms = RunTerms(assignment.order.run, guarantee.budget, rounds, most, unit, site.site)
     witness = None if site.shares_data else FolderWitness.open(Path(assignment.data), site.data_set)
     if witness is not None and witness.is_absent:

@@ -19,8 +19,9 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ from fedveil.data.row_files import RowFile, describe_columns, row_suffix
 from fedveil.errors import TaskError
 
 __all__ = [
-    "UnitRows", "count_rows", "group_ids", "group_rows", "group_rows_of_run", "mark_rows", "plain_id", "read_ids",
+    "UnitCounts", "UnitRows", "count_rows", "count_units", "group_ids", "group_rows", "group_rows_of_run", "mark_rows",
+    "plain_id", "read_ids",
 ]  # fmt: skip
 
 UnitRows = tuple[tuple[int, ...], ...]  # the indices of each unit's rows; every row is in one unit
@@ -125,11 +127,13 @@ def group_ids(ids: Iterable[str]) -> UnitRows:
 
 def read_ids(file: Path, column: str) -> list[str]:
     """Return the id of each row of a data file. Raises TaskError as in the table above."""
-    ids = [_id(value, number, file, column) for number, value in enumerate(_values(file, column), start=1)]
-    writings: defaultdict[str, dict[str, int]] = defaultdict(dict)  # of each id: every writing, and its first row
-    for number, each in enumerate(ids, start=1):
-        writings[_plain(each)].setdefault(each, number)
-    if similar := [list(first_rows.values()) for first_rows in writings.values() if len(first_rows) > 1]:
+    ids = _texts(file, column)
+    if "" in ids:
+        raise TaskError(
+            f'dp.unit-column: expected an id in column "{column}" of every row of "{file}", found none in row '
+            f"{ids.index('') + 1}; add it, or drop the row"
+        )
+    if similar := _similar(ids):
         pairs = "; ".join(f"{a} and {b}" for a, b, *_ in similar[:_LISTED])
         raise TaskError(
             f'dp.unit-column: expected one spelling of each id in column "{column}" of "{file}", found '
@@ -138,6 +142,48 @@ def read_ids(file: Path, column: str) -> list[str]:
             "person's id the same way in all rows"
         )
     return ids
+
+
+@dataclass(frozen=True)
+class UnitCounts:
+    """Numbers of one file's units, without an id.
+
+    Attributes:
+        rows: rows of the file.
+        units: ids, each writing of one counted once.
+        largest: rows of the unit with the most rows.
+        without_id: numbers of the rows without an id.
+        similar: for each id in several writings, the first row of each writing.
+    """
+
+    rows: int
+    units: int
+    largest: int
+    without_id: tuple[int, ...]
+    similar: tuple[tuple[int, ...], ...]
+
+
+def count_units(file: Path, column: str) -> UnitCounts:
+    """Count the units of a data file. Raises TaskError as `read_ids`, but for missing ids and several writings."""
+    ids = _texts(file, column)
+    sizes = Counter(_plain(each) for each in ids if each)
+    missing = tuple(number for number, each in enumerate(ids, start=1) if not each)
+    similar = tuple(tuple(rows) for rows in _similar(ids))
+    return UnitCounts(len(ids), len(sizes), max(sizes.values(), default=0), missing, similar)
+
+
+def _similar(ids: Iterable[str]) -> list[list[int]]:
+    """Return for each id in several writings the first row of each writing."""
+    writings: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for number, each in enumerate(ids, start=1):
+        if each:
+            writings[_plain(each)].setdefault(each, number)
+    return [list(first_rows.values()) for first_rows in writings.values() if len(first_rows) > 1]
+
+
+def _texts(file: Path, column: str) -> list[str]:
+    """Return the id of each row; "" for a row without one. Raises TaskError for another type or no such column."""
+    return [_text(value, number, file, column) for number, value in enumerate(_values(file, column), start=1)]
 
 
 def _values(file: Path, column: str) -> Sequence[Any]:
@@ -171,7 +217,7 @@ def _no_column(file: Path, column: str, names: Sequence[str]) -> TaskError:
     return TaskError(f'dp.unit-column: expected a column of "{file}", found "{column}"; it has {has}')
 
 
-def _id(value: Any, number: int, file: Path, column: str) -> str:
+def _text(value: Any, number: int, file: Path, column: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal | None):
         raise TaskError(
             f'dp.unit-column: expected a text or number in column "{column}" of "{file}", found a value of type '
@@ -179,12 +225,7 @@ def _id(value: Any, number: int, file: Path, column: str) -> str:
         )
     text = "" if value is None or (isinstance(value, float) and math.isnan(value)) else str(value)
     name = unicodedata.normalize("NFC", text).strip()
-    if not _plain(name):
-        raise TaskError(
-            f'dp.unit-column: expected an id in column "{column}" of every row of "{file}", found none in row '
-            f"{number}; add it, or drop the row"
-        )
-    return name
+    return name if _plain(name) else ""
 
 
 def _plain(name: str) -> str:

@@ -138,6 +138,13 @@ def test_a_folder_that_cannot_be_written_trains_on_the_site_s_word_and_the_log_s
     assert list((tmp_path / "bare").iterdir()) == []
 
 
+def test_a_site_with_units_is_told_of_a_guarantee_for_one_row(tmp_path, take, caplog):
+    take(assignment(tmp_path, epsilon=allowed(2)))
+    assert "guarantee is for one row" not in caplog.text
+    take(assignment(tmp_path, 1, epsilon=allowed(2), node={"unit-column": "patient"}.items()))
+    assert "this run's guarantee is for one row, and this site has units with several rows" in caplog.text
+
+
 def test_a_mode_whose_server_sees_the_gradient_is_open_against_it(tmp_path, take):
     """Way 2."""
     take(assignment(tmp_path, mode="paper", epsilon=8.0, sampling="poisson"))

@@ -1,4 +1,4 @@
-"""`fedveil site exposure` and `fedveil site withdraw`: what a person may ask of a site about their own data."""
+"""`fedveil site units`, `exposure` and `withdraw`: the units of a site's data, and what a person may ask of a site."""
 
 from __future__ import annotations
 
@@ -9,25 +9,39 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedveil.client_app.node_config import SiteConfig
 from fedveil.client_app.state.withdrawn_units import WithdrawalRecord
 from fedveil.console.runs.dataset_cache import list_cached_datasets, remove_cached
 from fedveil.console.runs.ledger_summary import LedgerStanding, ledger_files, ledger_standing, site_of_folder
-from fedveil.console.runs.unit_exposure import RunExposure, collect_exposure, collect_runs, find_unit, read_id
+from fedveil.console.runs.unit_exposure import (
+    RunExposure,
+    collect_exposure,
+    collect_runs,
+    find_unit,
+    list_row_files,
+    read_id,
+)
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import ConfigError, FedVeilError
 from fedveil.records import audit_log
 from fedveil.sanitize import sanitize
 
+if TYPE_CHECKING:
+    from fedveil.data.units import UnitCounts
+
 _Action = Callable[[argparse.Namespace], int]
+_LISTED = 10  # rows, or ids, that are named
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")  # the server appends it to a run's name
 
 
 def add_actions(
     actions: argparse._SubParsersAction[argparse.ArgumentParser], in_own_folder: Callable[[_Action], _Action]
 ) -> Sequence[argparse.ArgumentParser]:
-    """Add `exposure` and `withdraw`; return both, which take the state folder's options."""
+    """Add `units`, `exposure` and `withdraw`; return them, which take the state folder's options."""
+    units = actions.add_parser("units", help="count the units, such as patients, and find ids that no run accepts")
+    units.set_defaults(run=in_own_folder(_units))
     exposure = actions.add_parser(
         "exposure", help="show which runs a person's rows may have been used in, and with what guarantee"
     )
@@ -40,6 +54,7 @@ def add_actions(
             "--unit", required=True, metavar="ID",
             help="the unit's id, such as the patient's; - reads it from stdin, so that no shell history has it",
         )  # fmt: skip
+    for action in (units, exposure, withdraw):
         action.add_argument(
             "--unit-column",
             default="",
@@ -51,7 +66,7 @@ def add_actions(
             "--policy", default="", metavar="FILE", help="needed only if fedveil site start did not record it"
         )
         action.add_argument("--key-file", default="", metavar="FILE", help="likewise, if the site's state is sealed")
-    return exposure, withdraw
+    return units, exposure, withdraw
 
 
 def withdrawn_lines(state_dir: Path, key_file: str = "") -> list[str]:
@@ -79,14 +94,62 @@ def _exposure(args: argparse.Namespace) -> int:
     return 0
 
 
-def _withdraw(args: argparse.Namespace) -> int:
+def _units(args: argparse.Namespace) -> int:
+    """Print the counts of each file; return 1 if a run by units would be refused."""
     site = site_of_folder(args.state_dir, args.policy, args.key_file)
-    unit, column = _unit(args), args.unit_column or site.unit_column
+    data, column = _data(args, site), _column(args, site)
+    files = list_row_files(data) if data is not None else []
+    if not files:
+        raise ConfigError(f"--data: expected a folder with files of rows, found {data or 'none'}; name the site's data")
+    from fedveil.data.units import count_units
+
+    is_sound = True
+    for file in files:
+        try:
+            counts = count_units(file, column)
+        except FedVeilError as error:
+            print(f"{sanitize(file.name, 100)}: cannot be counted: {sanitize(error)}")
+            is_sound = False
+            continue
+        print(
+            f"{sanitize(file.name, 100)}: {counts.units} units in {counts.rows} rows, at most {counts.largest} a unit"
+        )
+        for line in _refusals(counts):
+            print(f"  {line}")
+            is_sound = False
+    return 0 if is_sound else 1
+
+
+def _refusals(counts: UnitCounts) -> Iterator[str]:
+    """Yield why a run by units would refuse a file. Rows are named by their numbers, and ids never."""
+    if counts.without_id:
+        rows, more = counts.without_id[:_LISTED], ", ..." if len(counts.without_id) > _LISTED else ""
+        yield (
+            f"{len(counts.without_id)} rows without an id, which may be of one person: rows "
+            f"{', '.join(map(str, rows))}{more}; add the ids, or drop the rows"
+        )
+    if counts.similar:
+        pairs = "; ".join(" and ".join(map(str, rows)) for rows in counts.similar[:_LISTED])
+        more = "; ..." if len(counts.similar) > _LISTED else ""
+        yield (
+            f"{len(counts.similar)} ids in several writings, first in rows {pairs}{more}; write each person's id the "
+            "same way in all rows, or give different persons ids that differ in more"
+        )
+
+
+def _column(args: argparse.Namespace, site: SiteConfig) -> str:
+    column = str(args.unit_column or site.unit_column)
     if not column:
         raise ConfigError(
             "--unit-column: expected the column that holds the unit's id, found none; name it, or set unit-column in "
             "the node config"
         )
+    return column
+
+
+def _withdraw(args: argparse.Namespace) -> int:
+    site = site_of_folder(args.state_dir, args.policy, args.key_file)
+    unit, column = _unit(args), _column(args, site)
     plain, rows = read_id(unit), find_unit(args.state_dir, site, unit, _data(args, site), column)
     record = WithdrawalRecord.open(args.state_dir, FileSeal.from_key_file(site.key_file))
     is_new = record.add(plain, column)

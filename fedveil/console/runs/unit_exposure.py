@@ -264,14 +264,12 @@ def find_unit(state_dir: Path, site: SiteConfig, unit: str, data: Path | None, c
     if data is None or not column:
         return UnitRows(data, column, withdrawn=since)
     from fedveil.data import units
-    from fedveil.data.row_files import row_suffix
 
     files: dict[str, int] = {}
     problems: dict[str, str] = {}
     if not data.exists():
         problems[data.name] = "it does not exist"
-    found = sorted(data.iterdir()) if data.is_dir() else [data] if data.exists() else []
-    for file in (file for file in found if file.is_file() and row_suffix(file)):
+    for file in list_row_files(data):
         try:
             files[file.name] = units.count_rows(file, column, plain)
         except (FedVeilError, OSError) as error:
@@ -279,6 +277,14 @@ def find_unit(state_dir: Path, site: SiteConfig, unit: str, data: Path | None, c
     if not files and not problems:
         problems[data.name] = "it has no file of rows"
     return UnitRows(data, column, files, problems, since)
+
+
+def list_row_files(data: Path) -> list[Path]:
+    """Return the files of rows in a data folder, or the file itself; none if there are none."""
+    from fedveil.data.row_files import row_suffix
+
+    found = sorted(data.iterdir()) if data.is_dir() else [data]
+    return [file for file in found if file.is_file() and row_suffix(file)]
 
 
 def read_id(unit: str) -> str:

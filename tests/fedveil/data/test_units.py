@@ -33,7 +33,7 @@ def test_ids_are_texts_as_written_without_whitespace_and_in_one_normal_form(tmp_
     assert units.read_ids(table(tmp_path, [0.5, 12.0]), "patient") == ["0.5", "12.0"]
 
 
-@pytest.mark.parametrize("missing", ["", "null", '""', '" \\u2003"', "NaN"])
+@pytest.mark.parametrize("missing", ["", "null", '""', '" \\u2003"', "NaN", '"\\u200b"'])
 def test_a_row_without_an_id_is_refused_by_its_number(tmp_path, missing):
     with pytest.raises(TaskError, match=r'expected an id in column "patient" of every row of .*, found none in row 2'):
         units.read_ids(lines(tmp_path, '"secret-id"', missing, '"x"'), "patient")

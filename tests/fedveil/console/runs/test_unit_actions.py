@@ -154,6 +154,32 @@ def test_a_site_s_first_round_that_is_the_last_may_be_undone_by_a_resume(state, 
     assert out.count("may resume before it") == 1
 
 
+def test_units_are_counted_and_what_a_run_would_refuse_is_named_by_its_rows(state, tmp_path, capsys):
+    command = ["site", "units", "--state-dir", str(state)]
+    assert main(command) == 1  # because of notes.jsonl
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("notes.jsonl: cannot be counted: dp.unit-column: expected a column")
+    assert lines[1:] == [
+        "test.jsonl: 1 units in 1 rows, at most 1 a unit",
+        "train.jsonl: 3 units in 8 rows, at most 3 a unit",
+    ]
+    (tmp_path / "data" / "notes.jsonl").unlink()
+    assert main(command) == 0
+    ids = ["Zoe-1", "1e3", "zoe-1", "\u200b", None, "1000", "B-7", *["\u2003"] * 10]
+    rows = "".join(json.dumps({"patient": each}) + "\n" for each in ids)
+    (tmp_path / "data" / "train.jsonl").write_text(rows)
+    capsys.readouterr()
+    assert main(command) == 1
+    out = capsys.readouterr().out
+    assert "train.jsonl: 3 units in 17 rows, at most 2 a unit\n" in out
+    assert "12 rows without an id, which may be of one person: rows 4, 5, 8, 9, 10, 11, 12, 13, 14, 15, ...;" in out
+    assert "2 ids in several writings, first in rows 1 and 3; 2 and 6;" in out
+    assert "zoe" not in out.lower()
+    assert "1000" not in out
+    assert main([*command, "--data", str(tmp_path / "none")]) == 2
+    assert "--data: expected a folder with files of rows" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("damage", ["{", "", '{"fedveil-ledger": 99}'])
 def test_a_damaged_ledger_stops_no_withdrawal_and_is_said(state, capsys, damage):
     (state / ".ledger" / "ledger.json").write_text(damage)
