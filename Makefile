@@ -57,7 +57,7 @@ $(TESTED): $(READY)
 	@$(BIN)/python -m pip check
 	@touch $@
 
-demo: $(READY) ## Run the demo: FedRand beside FedAvg over gRPC, with a report (ARGS="--rounds 3")
+demo: $(READY) ## Run the demo: four ways to send over gRPC, each attacked, with a report (ARGS="--rounds 3")
 	@$(BIN)/fedveil demo $(ARGS)
 
 test: $(TESTED) ## Run the fast tests, two at a time (ARGS="-k fedrand", WORKERS=8)

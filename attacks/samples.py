@@ -32,6 +32,16 @@ class AuditSample:
         """Return the first examples, at most `most`."""
         return AuditSample(self.rows[:most], self.labels[:most])
 
+    def shuffled(self, seed: int) -> AuditSample:
+        """Return the examples in random order."""
+        at = random.Random(seed).sample(range(len(self.rows)), len(self.rows))
+        return AuditSample([self.rows[i] for i in at], [self.labels[i] for i in at])
+
+    def halves(self, most: int) -> tuple[AuditSample, AuditSample]:
+        """Return two samples without a common example, each of at most `most`, and of at most half of all."""
+        size = min(most, len(self.rows) // 2)
+        return self.first(size), AuditSample(self.rows[size : 2 * size], self.labels[size : 2 * size])
+
     def alike(self, labels: Sequence[str], most: int) -> AuditSample:
         """Return at most `most` of the examples that have one of `labels`."""
         at = [i for i, label in enumerate(self.labels) if label in set(labels)][:most]

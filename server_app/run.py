@@ -33,6 +33,7 @@ from fedveil.server_app.metrics.dispatcher import MetricsDispatcher
 from fedveil.server_app.metrics.epsilon import make_epsilon_sink
 from fedveil.server_app.run_folder import RunFolder
 from fedveil.server_app.run_plan import RunPlan
+from fedveil.training.adapter_task import count_adapter_weights
 
 
 def run_federation(grid: Grid, run_config: Mapping[str, bool | int | float | str], run_id: int) -> None:
@@ -73,7 +74,7 @@ def prepare_strategy(
     """Return the run's strategy with its initial weights. Contacts no node. Raises ConfigError, TaskError."""
     config, method = plan.config, plan.method
     evaluator = ServerEvaluator.from_config(plan.load_server_task(), config)
-    folder.config(config, method)
+    folder.config(config, method, count_adapter_weights(plan.task))
     opened = sinks.open_sinks(sinks.SinkRunInfo(folder.folder, folder.id, config, folder.resumed))
     epsilon = make_epsilon_sink(plan.guarantee, config, folder.folder / "metrics.jsonl")
     folder.outlets = MetricsDispatcher(opened, epsilon)

@@ -111,8 +111,12 @@ class RunFolder:
     def _checkpoint(self) -> Path:
         return self.folder / checkpoints.CHECKPOINT
 
-    def config(self, config: RunConfig, method: Method) -> None:
-        """Write the run's config and environment. A resumed run does not overwrite them."""
+    def config(self, config: RunConfig, method: Method, adapter: Mapping[str, object] | None = None) -> None:
+        """Write the run's config and environment. A resumed run does not overwrite them.
+
+        Args:
+            adapter: the adapter and its number of weights (`count_adapter_weights`); None if the task has none.
+        """
         self.underway.deadline_seconds = config.cohort.deadline_seconds
         self.underway.unseen = config.secure.enabled
         self.underway.quorum = max(config.cohort.min_sites, config.secure.enabled * config.secure.min_sites)
@@ -121,6 +125,7 @@ class RunFolder:
         content = {
             "config": config.flat(),
             "method": {"name": config.method.name, "version": method.version, "fields": hyperparameters_of(method)},
+            **({"adapter": adapter} if adapter else {}),
             **_versions(),
             "started": _now(),
         }

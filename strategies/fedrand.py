@@ -30,7 +30,8 @@ Formal guarantees: none (epsilon is infinite). By construction:
 1. No upload contains both factors, or the partner of a factor sent in the same participation.
 2. Without secure aggregation the client draws from its own secret, which the server does not have.
 3. Under secure aggregation the server draws, and every site knows the draw: each factor is summed over none or over
-   at least `secure.min-sites` sites. In a small cohort all sites send the same factor in a round.
+   at least `secure.min-sites` sites. In a small cohort all sites send the same factor in a round, and rounds 2 k and
+   2 k + 1 are drawn together: with rho = 0.5 they send A and B once each, in random order.
 
 | case | result |
 |---|---|
@@ -176,11 +177,10 @@ class FedRand(WeightAveragingMethod):
     def plan_entries(self, spec: Spec, cohort: Sequence[str], fewest: int, ctx: RoundContext) -> EntryTable:
         """Draw each site's factor with rho, and move sites at random until `fewest` of them send each factor.
 
-        A cohort below 2 `fewest` sends one factor, drawn with rho for all.
+        All sites of a cohort below 2 `fewest` send the same factor (`_draw_for_all`).
         """
         if len(cohort) < 2 * fewest or not self.has_partial_uploads:
-            one = self._draw(ctx, "factor of all")
-            drawn = dict.fromkeys(cohort, one)
+            drawn = dict.fromkeys(cohort, self._draw_for_all(ctx))
         else:
             drawn = {site: self._draw(replace(ctx, client=site), "factor") for site in cohort}
             for side, other in (FACTORS, FACTORS[::-1]):
@@ -190,6 +190,20 @@ class FedRand(WeightAveragingMethod):
                 drawn |= {others[i]: side for i in moved}
         senders = {side: tuple(sorted(site for site in cohort if drawn[site] == side)) for side in FACTORS}
         return EntryTable(blocks={name: senders[factor_name(name)] for name in spec}, fewest=fewest)
+
+    def _draw_for_all(self, ctx: RoundContext) -> Factor:
+        """Return the factor that all sites of a small cohort send; rounds 2 k and 2 k + 1 are drawn together.
+
+        Independent draws would often send one factor in both rounds. If that is A, the server's B stays at zero, and
+        so its model stays the base. So the two rounds are a systematic sample: with u ~ U(0, 1) drawn once for them,
+        round 2 k + i sends A if floor(u + (i + 1) rho) > floor(u + i rho). Each round sends A with probability rho.
+        The two rounds send A once if rho = 0.5, at most once if rho < 0.5, and at least once if rho > 0.5.
+        """
+        pair, place = divmod(ctx.round, 2)
+        word = int.from_bytes(replace(ctx, round=pair).rng("factor of all in two rounds").bytes(4), "little")
+        share = round(self.rho * 2**32)
+        before, after = ((word + i * share) >> 32 for i in (place, place + 1))
+        return "A" if after > before else "B"
 
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext

@@ -26,7 +26,6 @@ _OWN = {
     "fedveil/console/flower/simulation.py", "fedveil/records/process_exit.py", "server_app/run_fingerprint.py",
     "server_app/completion.py", "client_app/policy/epsilon_main.py", "client_app/policy/privacy_cost.py",
     "client_app/worker/service.py", "client_app/worker/connection.py", "client_app/instruction.py",
-    "fedveil/console/web/report/tradeoff.py",
 }  # fmt: skip
 
 

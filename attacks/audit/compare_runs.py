@@ -2,7 +2,9 @@
 
 `fedveil demo` uses this audit: it takes seconds and applies the same controls as attacks/audit/runner.py.
 It compares the runs example by example (attacks/audit/delong.py), over all sites. The server's view of a
-site is its upload or, under secure aggregation, the sum.
+site is its upload or, under secure aggregation, the sum. The same examples on another site's upload are the base line
+of an upload: examples that are easy to tell by themselves score high on both. A control to lose voids a result only if
+it fails on two samples of non-members.
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ from pathlib import Path
 from fedveil import rng, strategies, tasks
 from fedveil.attacks.audit import runner
 from fedveil.attacks.audit.controls import TrainedControl
-from fedveil.attacks.audit.delong import PlacementValues, Sides, SiteAveragedAuroc, placement_values
-from fedveil.attacks.audit.findings import AttackFinding, AuditReport, attack_names
-from fedveil.attacks.audit.scoring import AuditScorer
+from fedveil.attacks.audit.delong import Sides, SiteAveragedAuroc, SitePlacements
+from fedveil.attacks.audit.findings import AttackFinding, AuditReport, attack_names, control_name
+from fedveil.attacks.audit.scoring import AuditScorer, SecondSample
 from fedveil.attacks.base import AdversaryKnowledge, AdversaryView, AuditAttack
 from fedveil.attacks.membership.model_scores import PublicBaseScores
 from fedveil.attacks.samples import AuditDataSource, AuditSample, draw_samples
 from fedveil.attacks.secagg_views import secagg_view_of_run
 from fedveil.config import RunConfig
+from fedveil.contract.task import Task
 from fedveil.errors import ConfigError
 
 _SAME = ("task", "train")  # sections that determine the examples, and how long each is trained on
@@ -36,6 +39,7 @@ class SharedAuditInputs:
         config: run config of the first run.
         attacks: attacks to run.
         members, non_members: the auditor's examples.
+        second: other non-members, for controls that fail on the first.
         overfitted, taught: trained controls.
         of_controls: findings of the attacks on the controls.
         seed: seed of the bootstrap.
@@ -45,6 +49,7 @@ class SharedAuditInputs:
     attacks: Sequence[AuditAttack]
     members: Mapping[str, AuditSample]
     non_members: AuditSample
+    second: SecondSample
     overfitted: TrainedControl
     taught: TrainedControl | None
     of_controls: Sequence[AttackFinding]
@@ -57,19 +62,19 @@ class RunAudit:
 
     Attributes:
         audit: the findings.
-        over_sites: placement values of each attack's mean AUROC; empty if the sites have different non-members,
+        over_sites: placement values of each attack on all sites; empty if the sites have different non-members,
             or if broadcasts do not reveal the secure sums.
     """
 
     audit: AuditReport
-    over_sites: Mapping[str, PlacementValues]
+    over_sites: Mapping[str, SitePlacements]
 
-    def beside(self, base: RunAudit | None, digest: str = "") -> AuditReport:
-        """Return the audit with each attack over all sites, compared with `base`, whose audit.json has that digest."""
-        across = [
-            SiteAveragedAuroc.from_scores(attack, mine, base.over_sites.get(attack) if base else None, digest)
-            for attack, mine in self.over_sites.items()
-        ]
+    def beside(self, bases: Mapping[str, RunAudit]) -> AuditReport:
+        """Return the audit with each attack over all sites, compared with other runs, by digest of their audit.json."""
+        across = []
+        for attack, mine in self.over_sites.items():
+            others = {digest: of[attack] for digest, base in bases.items() if attack in (of := base.over_sites)}
+            across.append(SiteAveragedAuroc.from_placements(attack, mine, others))
         return replace(self.audit, across=across)
 
 
@@ -80,6 +85,7 @@ def prepare_shared_inputs(
     source: AuditDataSource,
     attacks: Sequence[AuditAttack],
     by_heart: int,
+    each: int,
 ) -> SharedAuditInputs:
     """Train the controls for the finished run in `folder`, and attack them, on the CPU. Write no file.
 
@@ -89,22 +95,40 @@ def prepare_shared_inputs(
         source: the auditor's examples.
         attacks: the attacks to try.
         by_heart: members of the overfitted control.
+        each: members of each site that are attacked, and non-members; the second sample has as many others. Where
+            there are too few examples for two samples of non-members, each has half of them.
 
     Raises:
         StateError: there are no captured messages, or no final model.
         ConfigError: there are no examples, or too few.
     """
     knowledge, *_ = _read(folder, config)
-    members, rest = draw_samples(source, config, knowledge.task, asked, asked)
+    source = replace(source, most=2 * each)
+    members, rest, spare = draw_compared_samples(source, config, knowledge.task, asked)
+    second = SecondSample(spare)
     with tempfile.TemporaryDirectory() as scratch:
         trained = runner.controls_of(
             knowledge, config, members, source, Path(scratch), "cpu", lambda text: None, by_heart
         )
         base = PublicBaseScores(knowledge.task, knowledge.initial)
-        collector = AuditScorer(attacks, base, rest, source.seed, lambda text: None)
+        collector = AuditScorer(attacks, base, rest, source.seed, lambda text: None, second=second)
         everyone = [row for sample in members.values() for row in sample.rows]
         control_findings = collector.of_controls(knowledge, everyone, *trained)
-    return SharedAuditInputs(config, attacks, members, rest, *trained, control_findings, source.seed)
+    return SharedAuditInputs(config, attacks, members, rest, second, *trained, control_findings, source.seed)
+
+
+def draw_compared_samples(
+    source: AuditDataSource, config: RunConfig, task: Task, asked: Sequence[str]
+) -> tuple[dict[str, AuditSample], AuditSample, AuditSample]:
+    """Return members of each site, and two samples of non-members; each has at most half of `source.most` examples.
+
+    Raises:
+        ConfigError: there are no examples, or too few.
+    """
+    each, seed = source.most // 2, source.seed
+    drawn, others = draw_samples(source, config, task, asked, asked)
+    members = {site: sample.shuffled(seed).first(each) for site, sample in drawn.items()}
+    return members, *others.shuffled(seed).halves(each)
 
 
 def audit_run_pair(told: SharedAuditInputs, folder: Path, config: RunConfig) -> RunAudit:
@@ -123,27 +147,30 @@ def audit_run_pair(told: SharedAuditInputs, folder: Path, config: RunConfig) -> 
     scored: dict[tuple[str, str], Sides] = {}
     report = runner.run_audit(
         view, knowledge, told.members, told.non_members, told.overfitted, told.taught, told.seed,
-        sums=sums, attacks=told.attacks, known=told.of_controls, scored=scored,
+        sums=sums, attacks=told.attacks, known=told.of_controls, scored=scored, second=told.second,
     )  # fmt: skip
-    has = {site: f"{site}, the sum" if sums else site for site in told.members}
     hidden = config.secure.enabled and sums is None
     comparable = not hidden and not any(told.non_members.labels)
-    over = average_over_sites(scored, attack_names(report.findings), list(has.values())) if comparable else {}
+    names = {site: f"{site}, the sum" if sums else site for site in told.members}
+    over = place_sites(scored, attack_names(report.findings), names) if comparable else {}
     return RunAudit(replace(report, notes=[*notes, *report.notes]), over)
 
 
-def average_over_sites(
-    scored: Mapping[tuple[str, str], Sides], attacks: Sequence[str], models: Sequence[str]
-) -> dict[str, PlacementValues]:
-    """Return the placement values of each attack's mean AUROC over `models`.
+def place_sites(
+    scored: Mapping[tuple[str, str], Sides], attacks: Sequence[str], models: Mapping[str, str]
+) -> dict[str, SitePlacements]:
+    """Return the placement values of each attack on all sites, whose models are in `models`.
 
-    Omit attacks without scores for some model, and attacks that give all examples of a model the same score.
+    Omit attacks without scores for some site, and attacks that give all examples of a site the same score.
     """
-    return {
-        attack: placement_values([scored[model, attack] for model in models])
-        for attack in attacks
-        if all(_tells(scored.get((model, attack))) for model in models)
-    }
+    placed = {}
+    for attack in attacks:
+        if all(_tells(scored.get((model, attack))) for model in models.values()):
+            own = {site: scored[model, attack] for site, model in models.items()}
+            control = control_name(attack)
+            wrong = {s: scored[m, control] for s, m in models.items() if s == m and (m, control) in scored}
+            placed[attack] = SitePlacements.from_scores(own, wrong)
+    return placed
 
 
 def _tells(sides: Sides | None) -> bool:

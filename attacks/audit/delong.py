@@ -18,16 +18,46 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
-from fedveil.attacks.statistics import IntervalEstimate, Scores, two_sided
+from fedveil.attacks.statistics import Scores, two_sided
 
 Sides = tuple[Scores, Scores]  # scores of members and of non-members
-ALPHA = 0.04  # for all comparisons together; below 5 % to allow for scores that are not normally distributed
-_Z = 1.959964  # of 95 %
-_MOST_NAME, _MOST_SITES = 300, 100_000
+ALPHA = 0.01  # for all comparisons together
+_MOST_NAME, _MOST_SITES, _MOST_COMPARISONS = 300, 100_000, 1000
+
+
+@dataclass(frozen=True)
+class NormalEstimate:
+    """A value with its standard error; its distribution is taken for normal."""
+
+    value: float
+    standard_error: float
+
+    def interval(self, alpha: float, low: float = -1.0, high: float = 1.0) -> tuple[float, float]:
+        """Return the two-sided interval of 1 - alpha, clipped to [low, high]."""
+        half = NormalDist().inv_cdf(1 - alpha / 2) * self.standard_error
+        return max(low, self.value - half), min(high, self.value + half)
+
+    def lower_bound(self, alpha: float) -> float:
+        """Return the one-sided lower bound of 1 - alpha."""
+        return self.value - NormalDist().inv_cdf(1 - alpha) * self.standard_error
+
+    @property
+    def p(self) -> float:
+        """Return the two-sided p-value of the hypothesis that the value is 0."""
+        return two_sided(self.value / self.standard_error)
+
+    @classmethod
+    def read(cls, row: Mapping[str, Any], least: float) -> NormalEstimate:
+        """Parse an entry of audit.json. Raises ValueError, KeyError or TypeError unless its value is `least` to 1."""
+        value, error = float(row["value"]), float(row["standard_error"])
+        if not least <= value <= 1 or not 0 < error <= 1:
+            raise ValueError(f"expected a value from {least:g} to 1 with a standard error, found {value} and {error}")
+        return cls(value, error)
 
 
 @dataclass(frozen=True)
@@ -66,15 +96,10 @@ class PlacementValues:
         of_others = float(self.of_others.var(ddof=1)) / len(self.of_others)
         return max(math.sqrt(of_members + of_others), 1 / max(sum(map(len, self.of_members)), len(self.of_others)))
 
-    def estimate(self, low: float = -1.0, high: float = 1.0) -> IntervalEstimate:
-        """Return the value with its 95 % interval, clipped to [low, high]."""
-        half = _Z * self.standard_error
-        return IntervalEstimate(self.value, max(low, self.value - half), min(high, self.value + half))
-
     @property
-    def p(self) -> float:
-        """Return the two-sided p-value of the hypothesis that the value is 0."""
-        return two_sided(self.value / self.standard_error)
+    def estimate(self) -> NormalEstimate:
+        """Return the value with its standard error."""
+        return NormalEstimate(self.value, self.standard_error)
 
     @property
     def _rows(self) -> list[int]:
@@ -105,52 +130,120 @@ def _above(scores: Scores, others: Scores) -> Scores:
 
 
 @dataclass(frozen=True)
+class SitePlacements:
+    """One attack on all sites of a run.
+
+    Attributes:
+        sites: placement values of each site's own examples, by site.
+        wrong: placement values of the same examples on another site's upload; no entry if there is no such upload.
+        mean: placement values of the mean over the sites.
+    """
+
+    sites: Mapping[str, PlacementValues]
+    wrong: Mapping[str, PlacementValues]
+    mean: PlacementValues
+
+    @classmethod
+    def from_scores(cls, own: Mapping[str, Sides], wrong: Mapping[str, Sides]) -> SitePlacements:
+        """Compute the values from the scores of each site. Raises ValueError as `placement_values`."""
+        return cls(
+            {site: placement_values([sides]) for site, sides in own.items()},
+            {site: placement_values([sides]) for site, sides in wrong.items()},
+            placement_values([*own.values()]),
+        )
+
+
+@dataclass(frozen=True)
+class SiteAuroc:
+    """AUROC of one attack at one site.
+
+    Attributes:
+        site: name of the site.
+        auroc: on what the server has of this site: its upload, or the sum that contains it.
+        less_wrong: the AUROC minus that of the same examples on another site's upload; None without such an upload.
+        members, non_members: numbers of examples.
+    """
+
+    site: str
+    auroc: NormalEstimate
+    less_wrong: NormalEstimate | None
+    members: int
+    non_members: int
+
+    @classmethod
+    def from_placements(cls, site: str, own: PlacementValues, wrong: PlacementValues | None) -> SiteAuroc:
+        """Compute the values of one site."""
+        less = own.less(wrong).estimate if wrong else None
+        return cls(site, own.estimate, less, len(own.of_members[0]), len(own.of_others))
+
+    @classmethod
+    def read(cls, row: Mapping[str, Any]) -> SiteAuroc:
+        """Parse an entry of audit.json. Raises ValueError, KeyError or TypeError if it is malformed."""
+        less = row["less_wrong"]
+        members, non_members = int(row["members"]), int(row["non_members"])
+        if min(members, non_members) < 1:
+            raise ValueError(f"members {members}, non_members {non_members}")
+        return cls(
+            str(row["site"])[:_MOST_NAME], NormalEstimate.read(row["auroc"], 0.0),
+            None if less is None else NormalEstimate.read(less, -1.0), members, non_members,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunDifference:
+    """Comparison of a run with another run of the same examples.
+
+    Attributes:
+        base: SHA-256 of the other run's audit.json.
+        less: the other run's mean minus this run's.
+    """
+
+    base: str
+    less: NormalEstimate
+
+    @classmethod
+    def read(cls, row: Mapping[str, Any]) -> RunDifference:
+        """Parse an entry of audit.json. Raises ValueError, KeyError or TypeError if it is malformed."""
+        base = str(row["base"])
+        if len(base) != 64:
+            raise ValueError(f"base of {len(base)} characters")
+        return cls(base, NormalEstimate.read(row["less"], -1.0))
+
+
+@dataclass(frozen=True)
 class SiteAveragedAuroc:
-    """AUROC of one attack averaged over a run's sites, with a comparison to another run of the same examples.
+    """AUROC of one attack on a run: of each site, over the sites, and compared with other runs of the same examples.
 
     Attributes:
         attack: name of the attack.
-        sites: number of sites.
-        auroc: mean over the sites, with its 95 % interval.
-        base: SHA-256 of the other run's audit.json; "" without a comparison.
-        less: the other run's mean minus this run's, with its 95 % interval.
-        p: p-value for a difference of 0, uncorrected.
+        mean: mean over the sites.
+        sites: the sites, in the order of the run.
+        differences: comparisons with other runs.
     """
 
     attack: str
-    sites: int
-    auroc: tuple[float, float, float]
-    base: str = ""
-    less: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    p: float = 1.0
+    mean: NormalEstimate
+    sites: Sequence[SiteAuroc]
+    differences: Sequence[RunDifference] = ()
 
     @classmethod
-    def from_scores(
-        cls, attack: str, mine: PlacementValues, beside: PlacementValues | None = None, base: str = ""
+    def from_placements(
+        cls, attack: str, mine: SitePlacements, bases: Mapping[str, SitePlacements] | None = None
     ) -> SiteAveragedAuroc:
-        """Compute the mean from a run's placement values, compared with the run whose audit.json has digest `base`."""
-        plain = cls(attack, len(mine.of_members), _triple(mine.estimate(0.0)))
-        if beside is None:
-            return plain
-        less = beside.less(mine)
-        return cls(attack, plain.sites, plain.auroc, base, _triple(less.estimate()), less.p)
+        """Compute the values, compared with the runs in `bases`, by the SHA-256 of their audit.json."""
+        sites = [SiteAuroc.from_placements(site, own, mine.wrong.get(site)) for site, own in mine.sites.items()]
+        differences = [
+            RunDifference(digest, base.mean.less(mine.mean).estimate) for digest, base in (bases or {}).items()
+        ]
+        return cls(attack, mine.mean.estimate, sites, differences)
 
     @classmethod
     def read(cls, row: Mapping[str, Any]) -> SiteAveragedAuroc:
         """Parse an entry of audit.json. Raises ValueError, KeyError or TypeError if it is malformed."""
-        attack, sites, base, p = str(row["attack"])[:_MOST_NAME], int(row["sites"]), str(row["base"]), float(row["p"])
-        auroc, less = _within(row["auroc"], 0.0), _within(row["less"], -1.0)
-        if not 1 <= sites <= _MOST_SITES or not 0 <= p <= 1 or len(base) not in (0, 64):
-            raise ValueError(f"sites {sites}, p {p}, base of {len(base)} characters")
-        return cls(attack, sites, auroc, base, less, p)
-
-
-def _triple(estimate: IntervalEstimate) -> tuple[float, float, float]:
-    return estimate.value, estimate.low, estimate.high
-
-
-def _within(value: Sequence[float], least: float) -> tuple[float, float, float]:
-    middle, low, high = map(float, value)
-    if not least <= low <= middle <= high <= 1:
-        raise ValueError(f"expected a value in its interval, from {least:g} to 1, found {value}")
-    return middle, low, high
+        sites, differences = row["sites"], row["differences"]
+        if not 1 <= len(sites) <= _MOST_SITES or len(differences) > _MOST_COMPARISONS:
+            raise ValueError(f"{len(sites)} sites, {len(differences)} comparisons")
+        return cls(
+            str(row["attack"])[:_MOST_NAME], NormalEstimate.read(row["mean"], 0.0),
+            [SiteAuroc.read(site) for site in sites], [RunDifference.read(other) for other in differences],
+        )  # fmt: skip

@@ -28,6 +28,7 @@ FILE = "audit.json"  # of a run folder: an Audit as JSON
 PICTURES = "reconstructed.png"  # next to it: reconstructions of the sites' images, if there are any
 RESAMPLES = 1000
 ALPHA = 0.05  # for all verdicts of a kind together
+GATE = 0.001  # instead, of controls to lose that are repeated on other examples before they count as failed
 TO_LOSE = (ROUND_0, OTHER_ROWS)
 _MOST_BYTES, _MOST_FINDINGS, _MOST_ATTACKS, _MOST_NAME = 1 << 26, 20_000, 1000, 300
 Numbers = NDArray[np.float64]
@@ -89,9 +90,8 @@ class AuditReport:
         notes: sentences, with the verdicts on the controls first.
         undecided: sentences naming the models and uploads for which no attack with valid controls gives a
             result.
-        across: in an audit of several runs of the same examples, each attack over all sites, compared with
-            one of the
-        runs.
+        across: in an audit of several runs of the same examples, each attack by site and over all sites, compared
+            with other runs.
         epsilon_shown: lower bound on epsilon from canaries; None without canaries.
     """
 
@@ -184,15 +184,19 @@ def make_finding(
     )
 
 
-def correct_for_multiple_tests(found: Sequence[AttackFinding]) -> list[AttackFinding]:
-    """Return the findings with verdicts corrected for the number of findings of each kind."""
+def correct_for_multiple_tests(found: Sequence[AttackFinding], to_lose: float = ALPHA) -> list[AttackFinding]:
+    """Return the findings with verdicts corrected for the number of findings of each kind.
+
+    Args:
+        to_lose: error rate of all verdicts on controls to lose together; ALPHA for each other kind.
+    """
     p = [f.p for f in found]
     for kind in {f.kind for f in found}:
         at = [i for i, f in enumerate(found) if f.kind == kind]
         for i, value in zip(at, statistics.holm_correction([found[i].p for i in at]), strict=True):
             p[i] = value
     return [
-        replace(f, p=value, verdict=f.verdict if value <= ALPHA else "contains")
+        replace(f, p=value, verdict=f.verdict if value <= (to_lose if f.kind == "to lose" else ALPHA) else "contains")
         for f, value in zip(found, p, strict=True)
     ]
 

@@ -32,9 +32,16 @@ from fedveil import rng, strategies, tasks
 from fedveil.attacks.audit import controls, image_reconstruction, token_recovery_audit
 from fedveil.attacks.audit.controls import TrainedControl
 from fedveil.attacks.audit.delong import Sides
-from fedveil.attacks.audit.findings import AttackFinding, AuditReport, ReconstructionFinding, correct_for_multiple_tests
+from fedveil.attacks.audit.findings import (
+    ALPHA,
+    GATE,
+    AttackFinding,
+    AuditReport,
+    ReconstructionFinding,
+    correct_for_multiple_tests,
+)
 from fedveil.attacks.audit.schedule import AuditStep, TimeBudget, describe_skipped, take_steps
-from fedveil.attacks.audit.scoring import KINDS, ON_UPLOADS, AuditScorer, Kind
+from fedveil.attacks.audit.scoring import KINDS, ON_UPLOADS, AuditScorer, Kind, SecondSample
 from fedveil.attacks.audit.verdict import control_notes
 from fedveil.attacks.base import (
     AdversaryKnowledge,
@@ -183,6 +190,7 @@ def run_audit(
     known: Sequence[AttackFinding] = (),
     budget: TimeBudget | None = None,
     scored: dict[tuple[str, str], Sides] | None = None,
+    second: SecondSample | None = None,
 ) -> AuditReport:
     """Run every attack on the server's model, each rebuilt client, each site's uploads, and the controls.
 
@@ -199,6 +207,7 @@ def run_audit(
         known: findings about the controls, if they are already known.
         budget: time limit; steps that do not fit are skipped and named.
         scored: receives the scores of members and non-members, by model and attack.
+        second: other non-members, on which a control to lose must fail too before it counts as failed.
 
     Raises:
         ValueError: `knowledge` has no final model.
@@ -211,7 +220,8 @@ def run_audit(
     attacks = list_attacks() if attacks is None else attacks
     reasons = [(attack, explain_misfit(attack, view, knowledge)) for attack in attacks]
     fitting = [attack for attack, reason in reasons if not reason]
-    scorer = AuditScorer(fitting, PublicBaseScores(knowledge.task, knowledge.initial), non_members, seed, say, scored)
+    base = PublicBaseScores(knowledge.task, knowledge.initial)
+    scorer = AuditScorer(fitting, base, non_members, seed, say, scored, second)
     everyone = [row for sample in members.values() for row in sample.rows]
     steps = [] if known else scorer.control_steps(knowledge, everyone, control, taught)
     steps += scorer.model_steps("server", knowledge.task, lambda: [("server", server)], everyone)
@@ -219,11 +229,11 @@ def run_audit(
     steps += [step for site in members for step in of_run.steps(site)]
     scorer.done = [*known]
     left = take_steps(steps, budget or TimeBudget())
-    done, targets = (
-        correct_for_multiple_tests(scorer.done),
-        [("model", "server"), *(t for site in members for t in of_run.targets(site))],
-    )
-    notes = [*control_notes(done, control, taught), *_unread(view.exchange.method.upload_kind, attacks)]
+    done, repeated = correct_for_multiple_tests(scorer.done, GATE if second else ALPHA), list[str]()
+    if second:
+        done, repeated = second.confirm(done)
+    targets: list[tuple[Kind, str]] = [("model", "server"), *(t for site in members for t in of_run.targets(site))]
+    notes = [*repeated, *control_notes(done, control, taught), *_unread(view.exchange.method.upload_kind, attacks)]
     notes += [f"Left out: {attack.name}: {reason}." for attack, reason in reasons if reason]
     return AuditReport(done, of_run.rebuilt, [*notes, *describe_skipped(left)], scorer.undecided(done, targets))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
 from fedveil.attacks import statistics
 from fedveil.attacks.audit.controls import TrainedControl
 from fedveil.attacks.audit.delong import Sides
-from fedveil.attacks.audit.findings import TO_LOSE, AttackFinding, Numbers, control_name, make_finding
+from fedveil.attacks.audit.findings import GATE, TO_LOSE, AttackFinding, Numbers, control_name, make_finding
 from fedveil.attacks.audit.schedule import AuditStep
 from fedveil.attacks.audit.verdict import explain_unusable
 from fedveil.attacks.base import (
@@ -29,9 +30,41 @@ from fedveil.attacks.samples import AuditSample
 from fedveil.contract.param_spec import Weights
 from fedveil.contract.task import Rows, Task
 
-ON_UPLOADS = 60  # examples per side for attacks on uploads, which may need a gradient of each
+ON_UPLOADS = 64  # examples per side for attacks on uploads, which may need a gradient of each
 Kind = Literal["uploads", "model"]
 KINDS: tuple[Kind, ...] = ("uploads", "model")
+
+
+@dataclass(frozen=True)
+class SecondSample:
+    """Non-members on which an attack repeats a failed control to lose before the control counts as failed.
+
+    Several controls on one sample sometimes fail by chance; the same one on two samples hardly ever does.
+
+    Attributes:
+        sample: examples of the same distribution, none of which the first sample has.
+        asks: by model and score name, the function that scores a control's examples, and the sample, again.
+    """
+
+    sample: AuditSample
+    asks: dict[tuple[str, str], Callable[[AuditSample], Sides]] = field(default_factory=dict)
+
+    def confirm(self, found: Sequence[AttackFinding]) -> tuple[list[AttackFinding], list[str]]:
+        """Return the findings, where a control to lose fails only if it fails twice, and a sentence per repetition."""
+        confirmed, notes = [*found], []
+        for i, f in enumerate(found):
+            if f.kind != "to lose" or f.verdict == "contains" or (f.model, f.attack) not in self.asks:
+                continue
+            members, others = self.asks[f.model, f.attack](self.sample)
+            z = statistics.rank_test(members, others) * (1 if f.verdict == "above" else -1)
+            again = f"{statistics.area_under_roc(members, others):.3f} on {len(others)} other non-members"
+            fails = z > 0 and statistics.two_sided(z) / 2 < GATE
+            confirmed[i] = f if fails else replace(f, verdict="contains")
+            notes.append(
+                f"{f.attack} on {f.model}: the control to lose was at {f.auroc[0]:.3f}, and at {again}, so it "
+                f"{'failed' if fails else 'counts as held'}."
+            )
+        return confirmed, notes
 
 
 class AuditScorer:
@@ -50,9 +83,11 @@ class AuditScorer:
         seed: int,
         say: Callable[[str], None],
         scored: dict[tuple[str, str], Sides] | None = None,
+        second: SecondSample | None = None,
     ) -> None:
         self.done: list[AttackFinding] = []
         self._scored = {} if scored is None else scored
+        self._second = second
         self.kinds: dict[str, Kind] = {}
         self._theirs: dict[tuple[object, ...], Mapping[str, Numbers]] = {}
         self._on_models = [attack for attack in attacks if isinstance(attack, ModelAttack)]
@@ -186,6 +221,13 @@ class AuditScorer:
         for name in mine:
             self.kinds[name] = "uploads"
             score_name = control_name(name) if is_control else name
+            if self._second and (is_control or model in TO_LOSE):
+
+                def again(sample: AuditSample, name: str = name) -> Sides:
+                    rows = sample.alike(members.labels, ON_UPLOADS).rows
+                    return mine[name], ask(view, site, knowledge, rows)[name]
+
+                self._second.asks[model, score_name] = again
             self.add(model, score_name, mine[name], theirs[name], members.labels, others.labels)
 
     def add(

@@ -5,7 +5,7 @@ it proves nothing about the run in either direction, and its note says so. Verdi
 multiple testing (attacks/audit/findings.py). So fewer than one in twenty audits of runs without leakage
 report membership, regardless of the number of models and attacks.
 
-A control to lose with few examples rules out little: with 60 examples per side its interval reaches about
+A control to lose with few examples rules out little: with 64 examples per side its interval reaches about
 0.6. A finding on the run within that range may reflect examples that differ anyway, so it is counted
 separately (`in_band`).
 """

@@ -91,6 +91,18 @@ def _check_source(task: TaskConfig, info: TaskInfo) -> None:
         )
 
 
+def count_adapter_weights(task: Task) -> dict[str, object] | None:
+    """Return the kind of a task's adapter, its number of weights, and the model's; None if they cannot be counted.
+
+    A quantized base packs several weights into one number.
+    """
+    if not isinstance(task, AdaptedTask) or task.config.train.quantized_base != "none":
+        return None
+    count, own = sum(p.numel() for p in task.trained.values()), set(map(id, task.trained.values()))
+    of_base = sum(p.numel() for p in task.base.model.parameters() if id(p) not in own)
+    return {"kind": task.adapter.kind, "weights": count, "of": of_base + (count if task.adapter.trains_base else 0)}
+
+
 class AdaptedTask(Task):
     """A model with its adapter. It returns weights on the device on which it received them.
 

@@ -202,6 +202,38 @@ def test_sites_of_a_large_cohort_send_both_factors_and_of_a_small_one_the_same()
         assert {side for of_round in drawn for side in of_round} == set("AB")  # over the rounds both factors move
 
 
+@pytest.mark.parametrize("secret", [bytes([i]) * 32 for i in range(8)])
+def test_two_rounds_of_a_small_cohort_send_each_factor_once_in_an_order_of_their_own(secret):
+    """Else two draws of A would leave B, and so the server's model, untrained."""
+    exchange = exchange_of("fedrand", {})
+    drawn = [factors(table_of(exchange, 3, round_, secret), 3)[0] for round_ in range(64)]
+    pairs = list(zip(drawn[::2], drawn[1::2], strict=True))
+    assert set(pairs) == {("A", "B"), ("B", "A")}
+    assert 6 <= pairs.count(("A", "B")) <= 26
+    other = [factors(table_of(exchange, 3, round_, secret[:-1] + b"x"), 3)[0] for round_ in range(64)]
+    assert other != drawn
+    assert [factors(table_of(exchange_of("fedrand", {}), 3, r, secret), 3)[0] for r in (33, 32)] == drawn[33:31:-1]
+
+
+@pytest.mark.parametrize(("rho", "least", "most"), [(0.0, 0, 0), (0.2, 0, 1), (0.5, 1, 1), (0.7, 1, 2), (1.0, 2, 2)])
+def test_two_rounds_of_a_small_cohort_keep_to_rho(rho, least, most):
+    exchange = exchange_of("fedrand", {"rho": rho})
+    drawn = [factors(table_of(exchange, 3, round_), 3)[0] for round_ in range(400)]
+    of_pairs = [pair.count("A") for pair in zip(drawn[::2], drawn[1::2], strict=True)]
+    assert (min(of_pairs), max(of_pairs)) == (least, most)
+    for place in (0, 1):  # each round alone sends A with probability rho: 200 draws, 4 standard deviations
+        assert abs(drawn[place::2].count("A") - 200 * rho) <= 4 * (200 * rho * (1 - rho)) ** 0.5
+
+
+def test_two_secure_rounds_at_three_sites_train_both_factors():
+    for seed in range(4):
+        run = secure_federation(exchange_of("fedrand", {}), 3, **{"run.seed": seed, "run.rounds": 2})
+        before = run.models()["server"]
+        run.run()
+        after = run.models()["server"]
+        assert {name[-1] for name in after if not torch.equal(after[name], before[name])} == {"A", "B"}
+
+
 def test_the_server_draws_as_often_as_rho_says():
     exchange = exchange_of("fedrand", {"rho": 0.6})
     drawn = [factors(table_of(exchange, 60, round_), 60).count("A") for round_ in range(40)]

@@ -57,6 +57,18 @@ class RunView:
         return str(self.config.get("method", {}).get("name", "?"))
 
     @property
+    def adapter_weights(self) -> str:
+        """Return the adapter with its weights, such as "lora, 65.5 k of 1.4 M weights"; "" if they are unknown."""
+        content = self.config.get("adapter")
+        if not isinstance(content, dict):
+            return ""
+        kind, count, of = (content.get(key) for key in ("kind", "weights", "of"))
+        if not isinstance(count, int) or not isinstance(of, int):
+            return ""
+        whole = "" if count == of else f" of {_short_count(of)}"
+        return f"{sanitize(str(kind), 40)}, {_short_count(count)}{whole} weights"
+
+    @property
     def rounds_done(self) -> int:
         """Return the number of rounds with an attempt that reached its quorum."""
         return len(self._by_round)
@@ -157,6 +169,13 @@ class RunView:
         for attempt in self.attempts:
             recorded[int(attempt["round"]), int(attempt.get("attempt", 0))] += int(attempt.get(total, 0))
         return (listed | recorded).total()  # the larger for each attempt: one in progress has no line yet
+
+
+def _short_count(count: int) -> str:
+    for unit, name in ((10**9, " G"), (10**6, " M"), (10**3, " k")):
+        if count >= unit:
+            return f"{count / unit:.3g}{name}"
+    return str(count)
 
 
 def load_run(folder: Path) -> RunView:

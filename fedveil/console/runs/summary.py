@@ -94,6 +94,7 @@ def summary_table(runs: Sequence[RunView]) -> Table:
         table.add_column(run.name, justify="right")
     for name in metric_names(runs):
         table.add_row(name, *(f"{run.final[name]:.4f}" if name in run.final else "-" for run in runs))
+    table.add_row("adapter", *(run.adapter_weights or "-" for run in runs))
     table.add_section()
     table.add_row("upload bytes", *(f"{run.upload_bytes:,}" for run in runs))
     table.add_row("download bytes", *(f"{run.download_bytes:,}" for run in runs))

@@ -12,11 +12,12 @@ from fedveil.attacks.audit import compare_runs
 from fedveil.attacks.audit.compare_runs import (
     SharedAuditInputs,
     audit_run_pair,
-    average_over_sites,
+    place_sites,
     prepare_shared_inputs,
 )
 from fedveil.attacks.audit.delong import placement_values
 from fedveil.attacks.audit.findings import AuditReport, make_finding
+from fedveil.attacks.audit.scoring import SecondSample
 from fedveil.attacks.membership.alignment import AlignmentAttack
 from fedveil.attacks.samples import AuditDataSource, AuditSample
 from fedveil.config import parse
@@ -31,7 +32,7 @@ def test_each_run_is_attacked_beside_controls_that_are_trained_once(tmp_path, mo
     second = shutil.copytree(first, tmp_path / "again" / "first")  # a sealed tap knows its folder
     monkeypatch.setenv(VARIABLE, str(tmp_path / "key"))
     config = parse(json.loads((first / "config.json").read_text())["config"])
-    shared_inputs = prepare_shared_inputs(first, config, SITES, AuditDataSource(DATA, most=20), [AlignmentAttack()], 16)
+    shared_inputs = prepare_shared_inputs(first, config, SITES, AuditDataSource(DATA), [AlignmentAttack()], 16, 20)
     attacked = audit_run_pair(shared_inputs, first, config), audit_run_pair(shared_inputs, second, config)
     one, two = (run.audit for run in attacked)
     assert len(shared_inputs.overfitted.members) == 16
@@ -43,12 +44,21 @@ def test_each_run_is_attacked_beside_controls_that_are_trained_once(tmp_path, mo
     assert by["overfitted FedAvg"].verdict == "above"
     assert by["overfitted FedAvg"].members == 8
     assert by["site-2"].members == by["site-2"].non_members == 20
-    (over,) = attacked[1].beside(attacked[0], "d" * 64).across
-    assert (over.attack, over.sites, over.base) == ("alignment", 2, "d" * 64)
-    assert over.auroc[0] == pytest.approx(sum(by[site].auroc[0] for site in SITES) / 2)
-    assert (over.less[0], over.p) == (0.0, 1.0)  # the same run twice
-    (alone,) = attacked[0].beside(None).across
-    assert (alone.auroc, alone.base, alone.p) == (over.auroc, "", 1.0)
+    first_rows, second_rows = (
+        {id(row) for row in of.rows} for of in (shared_inputs.non_members, shared_inputs.second.sample)
+    )
+    assert len(first_rows) == len(second_rows) == 20
+    assert not first_rows & second_rows
+    (over,) = attacked[1].beside({"d" * 64: attacked[0]}).across
+    assert [site.site for site in over.sites] == SITES
+    assert [site.auroc.value for site in over.sites] == pytest.approx([by[site].auroc[0] for site in SITES])
+    wrong = {f.model: f.auroc[0] for f in one.findings if f.attack == "alignment, wrong site"}
+    assert [s.less_wrong.value for s in over.sites] == pytest.approx([by[s].auroc[0] - wrong[s] for s in SITES])
+    assert over.mean.value == pytest.approx(sum(by[site].auroc[0] for site in SITES) / 2)
+    ((base, less),) = [(d.base, d.less) for d in over.differences]
+    assert (base, less.value, less.p) == ("d" * 64, 0.0, 1.0)  # the same run twice
+    (alone,) = attacked[0].beside({}).across
+    assert (alone.mean, alone.differences) == (over.mean, [])
 
 
 @pytest.mark.long
@@ -73,20 +83,22 @@ def test_a_run_is_compared_by_what_the_server_has_of_each_site(monkeypatch, tmp_
     monkeypatch.setattr(compare_runs, "_read", lambda folder, config: (None, None, sums, []))
     config = parse({"secure.enabled": secure})
     rows = AuditSample([], [labels] * 20)
-    shared_inputs = SharedAuditInputs(config, [AlignmentAttack()], {"a": rows, "b": rows}, rows, None, None, [], 0)
-    audit = audit_run_pair(shared_inputs, tmp_path, config)
+    second = SecondSample(rows)
+    told = SharedAuditInputs(config, [AlignmentAttack()], {"a": rows, "b": rows}, rows, second, None, None, [], 0)
+    audit = audit_run_pair(told, tmp_path, config)
     expected = {"alignment": placement_values([sides[name] for name in compared]).value} if compared else {}
-    assert {attack: parts.value for attack, parts in audit.over_sites.items()} == expected
+    assert {attack: parts.mean.value for attack, parts in audit.over_sites.items()} == expected
 
 
 def test_only_attacks_that_read_every_site_are_compared():
     rows = np.array([0.1, 0.4]), np.array([0.2, 0.3])
     scored = {("a", "loss"): rows, ("b", "loss"): rows, ("a", "cosine"): rows}
-    assert list(average_over_sites(scored, ["loss", "cosine"], ["a", "b"])) == ["loss"]
+    assert list(place_sites(scored, ["loss", "cosine"], {"a": "a", "b": "b"})) == ["loss"]
 
 
 def test_a_run_of_other_rows_is_refused_before_anything_is_read(tmp_path):
-    shared_inputs = SharedAuditInputs(parse({}), [AlignmentAttack()], {}, AuditSample([], []), None, None, [], 0)
+    no_rows = AuditSample([], [])
+    told = SharedAuditInputs(parse({}), [AlignmentAttack()], {}, no_rows, SecondSample(no_rows), None, None, [], 0)
     other = parse({"task.examples-per-site": 9, "run.name": "b"})
     with pytest.raises(ConfigError, match="expected equal sections task and train, found different ones in b; audit"):
-        audit_run_pair(shared_inputs, tmp_path, other)
+        audit_run_pair(told, tmp_path, other)

@@ -2,10 +2,10 @@
 
 It starts one SuperLink and a SuperNode per site, with TLS and node authentication. It writes a report and a picture of
 quality, bytes sent, and what an attacker could learn, and leaves no process behind. With the defaults it takes some
-minutes on two cores. "+secure" after a method adds secure aggregation.
+minutes on two cores. "+secure" after a method adds secure aggregation, "+dp" adds noise with epsilon 8.
 
     fedveil demo
-    fedveil demo --methods fedavg,fedrand,fedpara+secure --rounds 6
+    fedveil demo --methods fedavg,ffa_lora,fedpara+secure --rounds 6
     fedveil demo --set train.max-steps=40 --set 'method.params="rho = 0.3"' --methods fedrand
 """
 
@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from fedveil import config, paths
+from fedveil import config, strategies
+from fedveil.console.demo_settings import DATA, DEFENSES, METHODS, ROUNDS, SETTINGS, SITES
 from fedveil.console.flower.local_deployment import LocalDeployment, LocalSite, RunOutcome
 from fedveil.console.run_config_args import parse_overrides
 from fedveil.console.runs import run_reader as runs
@@ -41,21 +42,8 @@ from fedveil.sanitize import sanitize
 if TYPE_CHECKING:
     from fedveil.console.web.report.demo_report import DemoMeasurements
 
-DATA = paths.find_folder("data/e2e")
 RUN_TIMEOUT = 1800.0
 _LEAST_SUMMED = 3  # secure.min-sites, by default
-# Small enough for two cores, long enough for the curves to show learning, and few enough examples for attacks to win.
-SETTINGS: dict[str, Any] = {
-    "task.evaluation": str(DATA),
-    "task.max-tokens": 96,
-    "task.examples-per-site": 100,
-    "train.batch-size": 8,
-    "train.learning-rate": 3e-3,
-    "train.max-steps": 16,
-    "evaluate.eval-examples": 20,
-    "evaluate.generate": "never",
-    "run.capture-messages": True,
-}
 # Keys that `_run_arm` sets, or that would undo what it sets, and what to do about them.
 _OWN = {
     "method.name": "name methods with --methods",
@@ -66,32 +54,32 @@ _OWN = {
     "cohort.sites": "give --sites",
     "cohort.min-sites": "the demo's quorum is 2; leave it out",
 }
-DEFENCES: dict[str, dict[str, Any]] = {"": {}, "secure": {"secure.enabled": True}}
 
 
 @dataclass(frozen=True)
 class DemoRun:
-    """One run of the demo: a method, perhaps with a defence."""
+    """One run of the demo: a method, perhaps with a defense."""
 
     method: str
-    defence: str = ""
+    defense: str = ""
 
     @property
     def name(self) -> str:
         """Return the name of the run folder."""
-        return f"{self.method}-{self.defence}" if self.defence else self.method
+        return f"{self.method}-{self.defense}" if self.defense else self.method
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the run config settings; `given` overrides the defaults."""
-        return {"method.name": self.method, **DEFENCES[self.defence], **given}
+        return {"method.name": self.method, **DEFENSES[self.defense], **given}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
-    default = "fedavg,fedrand,fedrand+secure"
-    parser.add_argument("--methods", default=default, metavar="NAMES", help=f"default: {default}")
-    parser.add_argument("--rounds", type=_positive, default=2, metavar="N", help="rounds per method; default: 2")
-    parser.add_argument("--sites", type=_positive, default=3, metavar="N", help="default: 3")
+    parser.add_argument("--methods", default=METHODS, metavar="NAMES", help=f"default: {METHODS}")
+    parser.add_argument(
+        "--rounds", type=_positive, default=ROUNDS, metavar="N", help=f"rounds per method; default: {ROUNDS}"
+    )
+    parser.add_argument("--sites", type=_positive, default=SITES, metavar="N", help=f"default: {SITES}")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/demo"), metavar="FOLDER",
         help="folder for runs, summary and report; default: runs/demo",
@@ -109,8 +97,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run each method in one federation and attack each run; write the picture, summary.json and report.html."""
-    arms, settings = _arms(args.methods, args.sites), SETTINGS | parse_overrides(None, args.set)
-    if args.set:
+    given = parse_overrides(None, args.set)
+    arms, settings, noise, notes = _arms(args.methods, args.sites), {**SETTINGS, **given}, dict[str, Any](), list[str]()
+    if given:
+        _check_keys(settings)
+    if given or (args.sites, args.rounds) != (SITES, ROUNDS):
+        settings, noise, notes = _planned(arms, given, settings, args.sites, args.rounds)
         _check(arms, settings)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads must not spin on cores that others need
     console, out, started = make_console(), _writable(args.out.absolute()), time.monotonic()
@@ -118,6 +110,8 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"{out} has runs of an earlier demo, which this one replaces: {', '.join(old)}", soft_wrap=True)
     speaks = flower.installed_release().speaks
     console.print(f"Starting one SuperLink and {args.sites} SuperNodes: {speaks}, TLS, node authentication")
+    for note in notes:
+        console.print(note, soft_wrap=True)
     data = Path(settings.get("task.data", DATA))
     federation = LocalDeployment([LocalSite(f"site-{i}", data) for i in range(args.sites)], guarded=True)
     failed = False
@@ -129,7 +123,8 @@ def run(args: argparse.Namespace) -> int:
             console.print(words, soft_wrap=True)
         left_by.remove_demo_files(out)
         for arm in arms:
-            failed = not _run_arm(federation, console, out, arm, args.rounds, settings)
+            own = {**noise, **settings} if arm.defense == "dp" else settings
+            failed = not _run_arm(federation, console, out, arm, args.rounds, own)
             if failed:
                 break
             measured.append(aside.submit(_measure, out / arm.name, data, measured[-1:]))
@@ -259,26 +254,40 @@ def _forget(folder: Path) -> None:
 
 
 def _arms(text: str, sites: int) -> list[DemoRun]:
-    """Return the runs, checked against the files in strategies/ without importing them."""
-    known = sorted(f.stem for f in paths.find_folder("strategies").glob("*.py") if f.stem != "__init__")
+    """Return the runs, checked against the names of all methods without importing them."""
+    known = strategies.list_methods()
     parts = [name.strip().partition("+") for name in text.split(",") if name.strip()]
-    arms = [DemoRun(method, defence) for method, _, defence in parts]
-    wrong = [arm for arm in arms if arm.method not in known or arm.defence not in DEFENCES]
+    arms = [DemoRun(method, defense) for method, _, defense in parts]
+    wrong = [arm for arm in arms if arm.method not in known or arm.defense not in DEFENSES]
     if not arms or wrong or len(set(arms)) != len(arms):
-        defences = " or ".join(f'"+{name}"' for name in DEFENCES if name)
+        defenses = " or ".join(f'"+{name}"' for name in DEFENSES if name)
         raise ConfigError(
-            f"--methods: expected names from {known}, optionally with {defences}, each once, found {text!r}"
+            f"--methods: expected names from {known}, optionally with {defenses}, each once, found {text!r}"
         )
-    if sites < _LEAST_SUMMED and any(arm.defence == "secure" for arm in arms):
+    if sites < _LEAST_SUMMED and any(arm.defense == "secure" for arm in arms):
         raise ConfigError(f"--sites: expected at least {_LEAST_SUMMED} for a method with +secure, found {sites}")
     return arms
 
 
-def _check(arms: list[DemoRun], settings: dict[str, Any]) -> None:
-    """Raise an error for anything the ServerApp would refuse, before any process is started."""
+def _check_keys(settings: Mapping[str, Any]) -> None:
     if own := [key for key in _OWN if key in settings]:
         raise ConfigError(f"--set {own[0]}: expected a key that the demo does not set itself; {_OWN[own[0]]}")
-    from fedveil import strategies, tasks  # imports torch, so only if there is something to check
+
+
+def _planned(
+    arms: Sequence[DemoRun], given: Mapping[str, Any], settings: Mapping[str, Any], sites: int, rounds: int
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Return the settings of all arms, the noise of those with "+dp", and notes about them."""
+    from fedveil.console import demo_plan  # imports torch, so only if there is something to plan
+
+    has_noise = any(arm.defense == "dp" for arm in arms)
+    plan = demo_plan.plan_demo(given, settings, arms[0].method, sites, rounds, has_noise)
+    return plan.settings, plan.noise, plan.lines
+
+
+def _check(arms: list[DemoRun], settings: dict[str, Any]) -> None:
+    """Raise an error for anything the ServerApp would refuse, before any process is started."""
+    from fedveil import tasks  # imports torch, so only if there is something to check
     from fedveil.privacy.guarantee_source import check_guarantee
     from fedveil.server_app.evaluation import ModelSelection
     from fedveil.training import optimizers
@@ -292,7 +301,8 @@ def _check(arms: list[DemoRun], settings: dict[str, Any]) -> None:
         optimizers.check_optimizer(method, parsed)
         ModelSelection.from_config(parsed, tasks.task_info(parsed.task.name).metrics(parsed.task))
         task.examples(Path(parsed.task.data or DATA), "train")
-        task.examples(Path(parsed.task.evaluation), "test")
+        if parsed.task.evaluation:
+            task.examples(Path(parsed.task.evaluation), "test")
 
 
 def _positive(text: str) -> int:

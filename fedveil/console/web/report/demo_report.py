@@ -14,6 +14,7 @@ from fedveil.attacks.audit.findings import AuditReport
 from fedveil.attacks.membership.alignment import AlignmentAttack
 from fedveil.attacks.samples import AuditDataSource
 from fedveil.config import parse
+from fedveil.console.demo_settings import ATTACKED
 from fedveil.console.runs import sample_texts, summary
 from fedveil.console.runs.run_reader import RunView, load_run
 from fedveil.console.web.report import run_page, tradeoff, tradeoff_plot
@@ -21,7 +22,7 @@ from fedveil.console.web.report.demo_files import FIGURES, PICTURE, REPORT, SUMM
 from fedveil.records.atomic_files import write_atomic
 from fedveil.sanitize import sanitize
 
-_ROWS, _BY_HEART = 80, 12  # members and non-members of an attack, and members of its overfitted control
+_BY_HEART = 12  # members of the overfitted control
 # A standalone picture follows the reader's light or dark theme; inside a page, it follows the page's.
 _OWN = (
     "<style>svg{color:#1f2328;background:#fff;font-family:sans-serif}"
@@ -60,9 +61,8 @@ def measure_runs(folder: Path, data: Path, before: SharedAuditInputs | None) -> 
     sample_texts.write_samples(folder)
     if not config.run.capture_messages:
         return DemoMeasurements(before)
-    source = AuditDataSource(data, most=_ROWS)
     shared_inputs = before or compare_runs.prepare_shared_inputs(
-        folder, config, run.sites, source, [AlignmentAttack()], _BY_HEART
+        folder, config, run.sites, AuditDataSource(data), [AlignmentAttack()], _BY_HEART, ATTACKED
     )
     audit_result = compare_runs.audit_run_pair(shared_inputs, folder, config)
     _save(folder, audit_result.audit)
@@ -70,15 +70,18 @@ def measure_runs(folder: Path, data: Path, before: SharedAuditInputs | None) -> 
 
 
 def write_comparisons(attacked: Mapping[Path, RunAudit]) -> None:
-    """Rewrite the audit.json of each run folder: each attack over all sites, compared with the FedAvg run.
+    """Rewrite the audit.json of each run folder: each attack at each site and over all sites.
 
-    Both runs are attacked on the same examples.
+    FedAvg runs are compared with each other: each with those before it, the plain run first, then secure sums, then
+    noise. All are attacked on the same examples.
     """
-    base = next((folder for folder in attacked if load_run(folder).method == summary.BASELINE), None)
-    digest = _save(base, attacked[base].beside(None)) if base else ""
-    for folder, run in attacked.items():
-        if folder != base:
-            _save(folder, run.beside(attacked[base] if base else None, digest))
+    bases = dict[str, RunAudit]()
+    runs = {folder: tradeoff.read_tradeoff_run(load_run(folder)) for folder in attacked}
+    for folder in sorted(attacked, key=lambda folder: (not runs[folder].is_plain, bool(runs[folder].noise))):
+        is_compared = runs[folder].method == summary.BASELINE
+        digest = _save(folder, attacked[folder].beside(bases if is_compared else {}))
+        if is_compared:
+            bases[digest] = attacked[folder]
 
 
 def _save(folder: Path, audit: AuditReport) -> str:
@@ -107,12 +110,8 @@ def report_single_run(svg: str) -> str:
 
 
 def summary_sentences(runs: Sequence[RunView]) -> list[str]:
-    """Return the verdict and a pointer to larger measurements; without a verdict, each run's own audit result."""
-    arms = [tradeoff.read_tradeoff_run(run) for run in runs]
+    """Return the verdict of the comparison; without one, each run's own audit result."""
+    if sentences := tradeoff.tradeoff_verdict([tradeoff.read_tradeoff_run(run) for run in runs]):
+        return sentences[:1]
     audits = [(run.name, AuditReport.read(run.folder)) for run in runs]
-    own = [f"{sanitize(name, 80)}: {verdict.audit_verdict(audit.findings)}" for name, audit in audits if audit]
-    return [
-        line
-        for line in (*(list(filter(None, tradeoff.tradeoff_verdict(arms))) or own), tradeoff.is_larger(arms))
-        if line
-    ]
+    return [f"{sanitize(name, 80)}: {verdict.audit_verdict(audit.findings)}" for name, audit in audits if audit]

@@ -20,7 +20,7 @@ SUMMARY_NOTE = (
     "lower is better; for the text metrics, higher is better. Bytes: whole messages, including refused ones. Seconds: "
     "all rounds, without scoring on the server. Upload / FedAvg: relative to a FedAvg run of equal rounds, if present."
 )
-_HEADLINE = "FedVeil: benefit and cost of withholding"
+_HEADLINE = "FedVeil: what an attacker learns, and what protection costs"
 _PURPOSE = "A model trained across sites that keep their examples: its quality, its cost, and what was disclosed."
 SITES_NOTE = (
     "The server scored no model on its own examples. The curves show what the sites reported: the loss of the model "
@@ -93,11 +93,11 @@ def _lead(runs: Sequence[RunView]) -> str:
 def _gained(runs: Sequence[RunView]) -> Html:
     """Return the comparison of the runs, which comes first on the page."""
     arms = [tradeoff.read_tradeoff_run(run) for run in runs]
-    picture = tradeoff_plot.tradeoff_svg(arms) if any(a.attacked for a in arms) else ""
+    picture = tradeoff_plot.tradeoff_svg(arms) if any(a.attack or a.broken for a in arms) else ""
     if not picture:
         return Html("")
     figure = join_markup([Html(picture), html_tag("figcaption", tradeoff_plot.tradeoff_caption(arms))])
-    answer, *rest = *tradeoff.tradeoff_verdict(arms), *filter(None, [tradeoff.is_larger(arms)]), ""
+    answer, *rest = *tradeoff.tradeoff_verdict(arms), ""
     return join_markup(
         [html_tag("p", answer, "verdict"), html_tag("figure", figure, "forest"), html_list(filter(None, rest))]
     )
@@ -153,6 +153,7 @@ def _summary(runs: Sequence[RunView]) -> Html:
     head = [
         "run",
         "method",
+        "adapter",
         "state",
         "rounds",
         *map(run_label, metrics),
@@ -170,6 +171,7 @@ def _summary(runs: Sequence[RunView]) -> Html:
             [
                 run.name,
                 protected_method(run),
+                run.adapter_weights,
                 html_tag("span", state, f"tag {state}"),
                 run.rounds_done,
                 *quality,
@@ -294,7 +296,7 @@ def _config(runs: Sequence[RunView]) -> Html:
 
 
 def _environment(runs: Sequence[RunView]) -> Html:
-    keys = [k for run in runs for k in run.config if k not in ("config", "method")]
+    keys = [k for run in runs for k in run.config if k not in ("config", "method", "adapter")]
     head = ["", *(run.name for run in runs)]
     rows = [[key, *(_plain(run.config.get(key)) for run in runs)] for key in dict.fromkeys(keys)]
     return join_markup([html_tag("h3", "Environment"), html_table(head, rows)]) if rows else Html("")

@@ -1,29 +1,66 @@
-"""Compare runs: the model's quality, an attacker's success, and the bytes sent by sites.
+"""Compare runs: an attacker's success at the worst site and over the sites, the model's quality, and the bytes sent.
 
-The attacker's result is the mean over the sites if the audit has it, otherwise the strongest finding about
-the run. Either comes from an attack whose controls hold. If there is none, the picture says so and shows no
-value. Runs whose audits used the same examples are compared example by example, corrected for their number
-(attacks/audit/delong.py). Other runs are compared by whether their intervals are disjoint.
+The attacker's result is that of the audit's first attack over all sites (attacks/audit/delong.py). In an audit without
+that, it is the strongest attack. An attack that does not win on memorized examples, or that wins on other rows, proves
+nothing in any run. A site whose examples score high on another site's upload too is named and not judged.
+
+| a run | is compared |
+|---|---|
+| FedAvg under secure aggregation, FedAvg with noise | with the plain FedAvg run and each other, on the same examples |
+| another method | with none: what one run of it reveals may depend on its draws |
+
+A comparison counts if the difference is at least MARGIN, and its p-value at most ALPHA after Holm's correction for all
+comparisons. The margin is there because a p-value is about examples, and two runs differ by their draws too.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import NormalDist
 
-from fedveil import paths
+import numpy as np
+
 from fedveil.attacks.audit import delong, findings
 from fedveil.attacks.audit import verdict as words
-from fedveil.attacks.audit.delong import SiteAveragedAuroc
-from fedveil.attacks.audit.findings import AttackFinding, AuditReport
+from fedveil.attacks.audit.delong import NormalEstimate, RunDifference, SiteAveragedAuroc
+from fedveil.attacks.audit.findings import AttackFinding, AuditReport, control_name
 from fedveil.attacks.statistics import holm_correction
+from fedveil.console import demo_settings
 from fedveil.console.runs.run_reader import RunView
-from fedveil.console.runs.summary import BASELINE, protected_method
+from fedveil.console.runs.summary import BASELINE
 from fedveil.sanitize import sanitize
 
-_COMMITTED = ("FedAvg client", "FedRand client")
+MARGIN = 0.03
+LITTLE = 0.8  # a method that hides little: the lower bound of its mean is above this
+_CHANCE_LEVEL = 0.95  # the worst of some sites stays below `worst_by_chance` in 19 of 20 demos
+_NODES, _NODE_WEIGHTS = np.polynomial.hermite_e.hermegauss(64)
+
+
+@dataclass(frozen=True)
+class AttackedSite:
+    """An attack at one site of a run.
+
+    Attributes:
+        site: name of the site.
+        auroc: fraction of pairs of a member and a non-member that the attack orders correctly.
+        wrong: the same for another site's upload; None without one.
+        standard_error: of `auroc`; None if the audit has none.
+        members, non_members: numbers of examples.
+        is_above: in an audit without a mean over the sites, whether the finding shows membership.
+        is_void: whether `wrong` is above chance on two samples of non-members, so that `auroc` proves nothing.
+    """
+
+    site: str
+    auroc: float
+    wrong: float | None = None
+    standard_error: float | None = None
+    members: int = 0
+    non_members: int = 0
+    is_above: bool = False
+    is_void: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,12 +71,16 @@ class TradeoffRun:
         name, method: the run's name and method.
         before, after: test loss of the first and of the last model; None if the server did not score it.
         sent: bytes from all sites.
-        attacked: whether there is an audit.
-        told: the strongest usable finding about the run; None if there is none.
-        lost, won: intervals of that attack's controls to lose and to win.
-        across: results of usable attacks over all sites, and compared with another run.
+        adapter: the adapter with its number of weights; "" if the run did not record it.
+        secure: whether the server saw only sums.
+        noise: description of the noise; "" without noise.
+        attack: the attack's name; "" if no attack can be judged.
+        broken: why no attack can be judged; "" if one can, or if there is no audit.
+        sites: the attack at each site.
+        mean: mean over the sites; None if the audit has none.
+        differences: comparisons with other runs.
         digest: SHA-256 of its audit.json; "" if there is none.
-        findings: number of findings about the run, for which verdicts are corrected.
+        is_demo: whether it has the demo's own settings.
     """
 
     name: str
@@ -47,179 +88,282 @@ class TradeoffRun:
     before: float | None
     after: float | None
     sent: int
-    attacked: bool = False
-    told: AttackFinding | None = None
-    lost: tuple[float, float] = (0.5, 0.5)
-    won: tuple[float, float] = (1.0, 1.0)
-    across: Sequence[SiteAveragedAuroc] = ()
+    adapter: str = ""
+    secure: bool = False
+    noise: str = ""
+    attack: str = ""
+    broken: str = ""
+    sites: Sequence[AttackedSite] = ()
+    mean: NormalEstimate | None = None
+    differences: Sequence[RunDifference] = field(default_factory=list)
     digest: str = ""
-    findings: int = 0
-
-    def over_sites(self, attack: str = "") -> SiteAveragedAuroc | None:
-        """Return the site average for that attack, by default the attack of the strongest finding."""
-        attack = attack or (self.told.attack if self.told else "")
-        return next((a for a in self.across if a.attack == attack), None)
+    is_demo: bool = False
 
     @property
-    def auroc(self) -> tuple[float, float, float]:
-        """Return the AUROC with interval: over all sites, or from the strongest finding, which the run must have."""
-        assert self.told is not None
-        site_average = self.over_sites()
-        return site_average.auroc if site_average else self.told.auroc
+    def judged(self) -> list[AttackedSite]:
+        """Return the sites whose result counts."""
+        return [site for site in self.sites if not site.is_void]
+
+    @property
+    def worst(self) -> AttackedSite | None:
+        """Return the site at which the attack is right most often."""
+        return max(self.judged, key=lambda site: site.auroc, default=None)
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the run is FedAvg without protection."""
+        return self.method == BASELINE and not self.secure and not self.noise
+
+    @property
+    def is_judged_whole(self) -> bool:
+        """Return whether the result of each site counts, and so does their mean."""
+        return self.mean is not None and len(self.judged) == len(self.sites)
 
     @property
     def words(self) -> str:
-        """Return in words how well an attacker could identify members."""
-        if self.told is None:
-            return "undecided" if self.attacked else "not attacked"
-        return f"{100 * self.auroc[0]:.0f} %"
+        """Return the worst site's figure, or why there is none."""
+        if self.worst is None:
+            return "undecided" if self.broken or self.sites else "not attacked"
+        return f"{100 * self.worst.auroc:.0f}"
 
 
 def read_tradeoff_run(run: RunView) -> TradeoffRun:
     """Read one run for the picture. Raises StateError for an unreadable audit."""
-    curve, audit = run.curve("loss"), AuditReport.read(run.folder)
-    before = curve[0][1] if curve and curve[0][0] == 0 else None
-    # A FedAvg run with noise is no undefended run, so every sentence that compares with it says so.
-    noise = " + noise" if protected_method(run).endswith(" + noise") else ""
-    plain = TradeoffRun(
-        sanitize(run.name, 60) + noise, run.method, before, run.final.get("loss"), run.upload_bytes, audit is not None
-    )
-    ordered = words.strongest_findings(audit.findings) if audit else []
-    if audit is None or not ordered:
-        return plain
-    top_finding = ordered[0]
-    usable = {f.attack for f in ordered}
-    lost = words.to_lose(audit.findings, top_finding.attack)
-    won = [f for f in audit.findings if f.kind == "to win" and f.attack == top_finding.attack]
+    curve, audit, config = run.curve("loss"), AuditReport.read(run.folder), run.config.get("config", {})
+    attack, broken, sites, over = _attack_of(audit) if audit else ("", "", [], None)
     return TradeoffRun(
-        plain.name, plain.method, plain.before, plain.after, plain.sent, True, top_finding,
-        (min(f.auroc[1] for f in lost), max(f.auroc[2] for f in lost)),
-        (min(f.auroc[1] for f in won), max(f.auroc[2] for f in won)),
-        [a for a in audit.across if a.attack in usable],
-        hashlib.sha256((run.folder / findings.FILE).read_bytes()).hexdigest(),
-        sum(f.kind == "about the run" for f in audit.findings),
+        sanitize(run.name, 60), run.method,
+        curve[0][1] if curve and curve[0][0] == 0 else None, run.final.get("loss"), run.upload_bytes,
+        run.adapter_weights, bool(config.get("secure.enabled")), _noise(config), attack, broken, sites,
+        over.mean if over else None, over.differences if over else [],
+        hashlib.sha256((run.folder / findings.FILE).read_bytes()).hexdigest() if audit else "",
+        demo_settings.has_demo_settings(config),
     )  # fmt: skip
 
 
-def tradeoff_verdict(arms: Sequence[TradeoffRun]) -> list[str]:
-    """Compare the runs with FedAvg: the answer, then one sentence per run; [] if they cannot be compared."""
-    base = next((a for a in arms if a.method == BASELINE), None)
-    others = [a for a in arms if a is not base]
-    if base is None or not others or not any(a.attacked for a in arms):
-        return []
-    if base.told is None or base.told.verdict != "above":
-        return [f"The benefit of withholding is undecided here: no valid attack wins on {base.name}."]
-    sides = {a.name: side for a, side in zip(others, _sides(others, base), strict=True)}
-    less = [a for a in others if sides[a.name] == "less"]
-    more = [a.name for a in others if sides[a.name] == "more"]
-    answer = f"Undecided here: no run differs measurably from {base.name}, on which an attacker is right {_of(base)}."
-    if less:
-        best = min(less, key=lambda a: a.auroc[0])
-        answer = (
-            f"With {best.name} an attacker is right {_of(best)} (a coin: 50) instead of {_of(base)} with {base.name}"
-            f"{_worst(best, base)}, {_cost(best, base)}."
-        )
-        answer += "".join(f" With {a.name}: {_of(a)}{_worst(a, base)}." for a in others if a is not best and a.told)
-    elif more:
-        answer = f"No benefit here: {' and '.join(more)} revealed more to an attacker than {base.name} ({_of(base)})."
-    baseline_lines = [
-        f"{base.name}: from the server's view, an attacker picks the trained example of a pair {_chance(base)}."
-    ]
-    limit = "One run of each: the intervals are over examples, and the draws of another run may differ."
-    return [answer, *baseline_lines, *(f"{a.name}: {_beside(a, base, sides[a.name])}." for a in others), limit]
+def _attack_of(audit: AuditReport) -> tuple[str, str, list[AttackedSite], SiteAveragedAuroc | None]:
+    """Return the attack that stands for the audit, why there is none, its sites, and its mean over them."""
+    reasons = []
+    for over in audit.across:
+        if reason := _broken(audit.findings, over.attack):
+            reasons.append(f"{over.attack}: {reason}")
+        else:
+            return over.attack, "", [_site_of(audit, over, i) for i in range(len(over.sites))], over
+    ordered = words.strongest_findings(audit.findings) if not audit.across else []
+    if not ordered:
+        return "", "; ".join(reasons) or "no attack whose controls hold was tried", [], None
+    attack = ordered[0].attack
+    own = [f for f in audit.findings if f.kind == "about the run" and f.attack == attack and not f.is_blind]
+    own = [f for f in own if f.model.endswith(", the sum")] or own  # masked uploads, which the server cannot read
+    return attack, "", [_site_of_finding(audit, f) for f in own], None
 
 
-def _sides(others: Sequence[TradeoffRun], base: TradeoffRun) -> list[str]:
-    """Return for each run whether it leaked "less" or "more" than `base`, or "" if no difference was found.
+def _broken(found: Sequence[AttackFinding], attack: str) -> str:
+    """Return why the attack proves nothing in any run: a trained control failed; "" if both hold."""
+    for f in found:
+        if f.attack == attack and f.kind == "to win" and f.verdict != "above":
+            return f"it does not win on memorized examples ({_percent(f.auroc[0])} times in 100)"
+        if f.attack == attack and f.kind == "to lose" and f.verdict != "contains":
+            return f"it tells examples apart that no model was trained on ({f.model}: {_percent(f.auroc[0])})"
+    return ""
 
-    All comparisons on the same examples are corrected for each other, across attacks.
+
+def _site_of(audit: AuditReport, over: SiteAveragedAuroc, i: int) -> AttackedSite:
+    site = over.sites[i]
+    value, wrong = site.auroc.value, site.auroc.value - site.less_wrong.value if site.less_wrong else None
+    is_void = any(
+        f.model == site.site and f.attack == control_name(over.attack) and f.verdict == "above" for f in audit.findings
+    )
+    error = site.auroc.standard_error
+    return AttackedSite(site.site, value, wrong, error, site.members, site.non_members, is_void=is_void)
+
+
+def _site_of_finding(audit: AuditReport, f: AttackFinding) -> AttackedSite:
+    control = control_name(f.attack)
+    wrong = next((c.auroc[0] for c in audit.findings if (c.model, c.attack) == (f.model, control)), None)
+    return AttackedSite(f.model, f.auroc[0], wrong, None, f.members, f.non_members, f.verdict == "above")
+
+
+def _noise(config: Mapping[str, object]) -> str:
+    if not config.get("dp.noise-multiplier"):
+        return ""
+    epsilon = config.get("dp.epsilon")
+    return f"noise with epsilon {epsilon:g}" if isinstance(epsilon, int | float) and epsilon else "noise"
+
+
+def worst_by_chance(sites: int, members: int, non_members: int, level: float = _CHANCE_LEVEL) -> float:
+    """Return the AUROC that the worst of some sites stays below with probability `level` if the attack only guesses.
+
+    The sites have the same non-members, so their figures are correlated by members / (members + non_members). They
+    are taken for normal.
     """
-    assert base.told is not None
-    pairs = [(a.name, p) for a in others for p in a.across if p.base and p.base == base.digest]
-    decided = {
-        (name, p.attack): p.less[0]
-        for (name, p), corrected in zip(pairs, holm_correction([p.p for _, p in pairs]), strict=True)
-        if corrected <= delong.ALPHA
+    shared = members / (members + non_members)
+    deviation = math.sqrt((members + non_members + 1) / (12 * members * non_members))
+    normal = NormalDist()
+
+    def below(z: float) -> float:
+        inner = [math.pow(normal.cdf((z - shared**0.5 * float(t)) / (1 - shared) ** 0.5), sites) for t in _NODES]
+        return float(np.dot(inner, _NODE_WEIGHTS) / _NODE_WEIGHTS.sum())
+
+    low, high = 0.0, 10.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if below(middle) < level else (low, middle)
+    return min(1.0, 0.5 + low * deviation)
+
+
+def chance_of_runs(arms: Sequence[TradeoffRun]) -> float:
+    """Return the highest `worst_by_chance` of the runs; 0.5 if no run has sites with their numbers of examples."""
+    return max(
+        (
+            worst_by_chance(len(arm.judged), min(s.members for s in arm.judged), min(s.non_members for s in arm.judged))
+            for arm in arms
+            if arm.judged and all(s.members and s.non_members for s in arm.judged)
+        ),
+        default=0.5,
+    )
+
+
+def decide_differences(arms: Sequence[TradeoffRun]) -> dict[tuple[str, str], bool]:
+    """Return for each comparison (run, other run) whether the run reveals less; all are corrected for each other."""
+    by_digest = {a.digest: a for a in arms if a.method == BASELINE and a.is_judged_whole}
+    pairs = [(a.name, by_digest[d.base].name, d.less) for a in by_digest.values() for d in a.differences
+             if d.base in by_digest]  # fmt: skip
+    corrected = holm_correction([less.p for _, _, less in pairs])
+    return {
+        (name, other): p <= delong.ALPHA and less.value >= MARGIN
+        for (name, other, less), p in zip(pairs, corrected, strict=True)
     }
-    same_rows = {(name, p.attack) for name, p in pairs}
-    return [_side(a, base, base.told.attack, decided, same_rows) for a in others]
 
 
-def _side(
-    a: TradeoffRun,
-    base: TradeoffRun,
-    attack: str,
-    decided: Mapping[tuple[str, str], float],
-    same_rows: Collection[tuple[str, str]],
+def tradeoff_verdict(arms: Sequence[TradeoffRun]) -> list[str]:
+    """Return the answer, one clause per run with the worst site first, then a line per run; [] without an attack."""
+    base = next((a for a in arms if a.is_plain), None)
+    if base is None or len(arms) < 2 or not any(a.attack or a.broken for a in arms):
+        return []
+    if base.worst is None:
+        why = base.broken or (_void_words(base) if base.sites else "it was not attacked")
+        return [f"Undecided here: nothing can be judged on {base.name}: {why}.", *_lines(arms)]
+    less = decide_differences(arms)
+    clauses = [_base_clause(base)]
+    clauses += [_clause(a, base, arms, less) for a in arms if a is not base]
+    return [" ".join(clauses), *_lines(arms), *_limits(arms)]
+
+
+def _base_clause(base: TradeoffRun) -> str:
+    assert base.worst is not None
+    if not (base.mean.lower_bound(delong.ALPHA) > 0.5 + MARGIN if base.mean else base.worst.is_above):
+        mean = f" (mean over the sites {_percent(base.mean.value)})" if base.mean else ""
+        return (
+            f"{base.name}: at the worst site an attacker is right {base.words} times in 100{mean}, not told apart from "
+            "a coin here."
+        )
+    return (
+        f"An attacker who reads what {base.name} sends picks the trained example of a pair at the worst site "
+        f"{base.words} times in 100 (a coin: 50)."
+    )
+
+
+def _clause(
+    a: TradeoffRun, base: TradeoffRun, arms: Sequence[TradeoffRun], less: Mapping[tuple[str, str], bool]
 ) -> str:
-    if (a.name, attack) in same_rows:
-        difference = decided.get((a.name, attack), 0.0)
-        return "less" if difference > 0 else "more" if difference < 0 else ""
-    assert base.told is not None
-    if a.told and a.told.auroc[2] < base.told.auroc[1]:
-        return "less"
-    return "more" if a.told and a.told.auroc[1] > base.told.auroc[2] else ""
+    """Return what the run changes, if that is decided; otherwise both figures and "not told apart here"."""
+    if a.worst is None:
+        why = f" ({a.broken})" if a.broken else f" ({_void_words(a)})" if a.sites else ""
+        return f"{a.name}: {a.words}{why}."
+    if a.method != BASELINE:
+        return _other_method(a, base)
+    if not less.get((a.name, base.name)):
+        return f"{a.name}: {a.words} at the worst site against {base.words} with {base.name}: not told apart here."
+    if a.noise:
+        text = f"{a.noise[0].upper()}{a.noise[1:]} ({a.name}) brings it to {a.words}"
+        if any(s.members for s in a.judged):
+            text += (
+                f", where chance alone gives the worst of {len(a.judged)} sites up to "
+                f"{_percent(chance_of_runs([a]))} in 19 demos of 20"
+            )
+        undecided = [o.name for o in arms if (a.name, o.name) in less and not less[a.name, o.name]]
+        text += f" (not told apart from {', '.join(undecided)})" if undecided else ""
+        return f"{text}{_loss_cost(a, base)}."
+    return f"The secure sum of {len(a.sites)} sites ({a.name}) hides whose update it is, not what is in it: {a.words}."
 
 
-def _of(a: TradeoffRun) -> str:
-    return f"{100 * a.auroc[0]:.0f} times in 100"
+def _other_method(a: TradeoffRun, base: TradeoffRun) -> str:
+    """Return the clause of a method that is compared with none."""
+    share = 100 - 100 * a.sent / base.sent if base.sent else 0.0
+    saves = f"saves {share:.0f} % of the bytes" if share >= 0.5 else "sends as many bytes or more"
+    if a.is_demo and a.name in demo_settings.DRAWN:
+        over = demo_settings.EARLIER_RANGES[a.name]
+        return (
+            f"{a.name} {saves}: {a.words}; its draws decide (mean over the sites {over.low:.0f} to {over.high:.0f} in "
+            f"{over.runs} runs), so one run of it is not compared."
+        )
+    little = a.mean is not None and a.is_judged_whole and a.mean.lower_bound(delong.ALPHA) > LITTLE
+    return f"{a.name} {saves}{' and hides little' if little else ''}: {a.words}."
 
 
-def _worst(*arms: TradeoffRun) -> str:
-    """Describe the worst site, which a mean over sites hides; "" if the values are not means."""
-    if any(a.told is None or a.over_sites() is None for a in arms):
+def _loss_cost(a: TradeoffRun, base: TradeoffRun) -> str:
+    if a.after is None or base.after is None or base.before is None:
         return ""
-    return ", at the worst site {:.0f} instead of {:.0f}".format(*(100 * a.told.auroc[0] for a in arms if a.told))
+    cost, learned = a.after - base.after, base.before - base.after
+    if cost <= 0 or learned <= 0:
+        return f", at a test loss of {a.after:.2f} against {base.after:.2f}"
+    return f", and costs {cost:.2f} of the {learned:.2f} nats that {base.name} learned"
 
 
-def _cost(a: TradeoffRun, base: TradeoffRun) -> str:
-    cost = []
-    if a.after is not None and base.after is not None:
-        cost = [f"at a test loss of {a.after:.2f} against {base.after:.2f}"]
-    if base.sent:
-        more = 100 * a.sent / base.sent - 100
-        size = f"{abs(more):.0f} % {'more' if more > 0 else 'fewer'}" if abs(more) >= 0.5 else "equally many"
-        cost.append(f"with {size} bytes sent")
-    return ", ".join(cost) or "at no measured cost"
+def _void_words(a: TradeoffRun) -> str:
+    void = [f"{s.site}: {_percent(s.wrong or 0.0)} on another site's upload" for s in a.sites if s.is_void]
+    return f"not judged, because the same examples score above chance where they were not trained on: {', '.join(void)}"
 
 
-def is_larger(arms: Sequence[TradeoffRun]) -> str:
-    """Point to the larger measurement, with its results if available here; "" if these runs decide the question."""
-    base = next((a for a in arms if a.method == BASELINE), None)
-    if base is None or not base.attacked or (base.told and base.told.verdict == "above"):
-        return ""
-    reference = "The larger, committed measurement: docs/results.md (fedveil bench fedrand/table4 --small)"
-    at = paths.checkout_folder()
-    file = at / "benchmarks" / "results" / "fedrand_table4.json" if at else None
-    if file is None or not file.is_file():
-        return f"{reference}."
-    rows = {row["name"]: row["metrics"] for row in json.loads(file.read_text())["rows"]}
-    alignments = (f"{n} {{mean:.3f}} [{{low:.3f}}, {{high:.3f}}]".format(**rows[n]["alignment"]) for n in _COMMITTED)
-    return f"{reference}; alignment there: {', '.join(alignments)}."
+def _lines(arms: Sequence[TradeoffRun]) -> list[str]:
+    """Return a line per run: its worst site with bounds, all sites, their mean, and their base line."""
+    attacked = sum(len(a.judged) for a in arms) or 1
+    lines = []
+    for a in arms:
+        if a.worst is None:
+            continue
+        worst = f"worst site {a.worst.site} {100 * a.worst.auroc:.1f}"
+        if a.worst.standard_error:
+            estimate = NormalEstimate(a.worst.auroc, a.worst.standard_error)
+            low, high = estimate.interval(delong.ALPHA / attacked, 0.0)
+            worst += f" [{100 * low:.1f}, {100 * high:.1f}]"
+        parts = [worst, "sites " + ", ".join(f"{100 * s.auroc:.1f}" for s in a.judged)]
+        if a.mean and a.is_judged_whole:
+            low, high = a.mean.interval(delong.ALPHA, 0.0)
+            parts.append(f"mean {100 * a.mean.value:.1f} [{100 * low:.1f}, {100 * high:.1f}]")
+        if wrong := [s.auroc - s.wrong for s in a.judged if s.wrong is not None]:
+            parts.append(f"own upload less another site's {', '.join(f'{100 * value:+.1f}' for value in wrong)}")
+        if any(s.is_void for s in a.sites):
+            parts.append(_void_words(a))
+        lines.append(f"{a.name}: {'; '.join(parts)}.")
+    return lines
 
 
-def _beside(a: TradeoffRun, base: TradeoffRun, side: str) -> str:
-    assert base.told is not None
-    if a.told is None:
-        return f"{a.words}; {_cost(a, base)}"
-    outcome = {"less": "less", "more": "more", "": f"no measurable difference from {base.name}"}[side]
-    if a.told.verdict != "above":
-        guess = "not distinguishable from guessing"
-        if a.auroc[1] > 0.5 and a.findings > 1:  # the interval alone would suggest otherwise
-            guess += f" at any site, corrected for {a.findings} findings"
-        outcome = f"{outcome}, and {guess}" if side else guess
-    elif side == "less":
-        outcome = "less, but not nothing"
-    over = a.over_sites(base.told.attack)
-    if over and over.base and over.base == base.digest:
-        outcome += ", {:+.1f} [{:+.1f}, {:+.1f}] on the same examples".format(*(-100 * over.less[i] for i in (0, 2, 1)))
-    return f"{_chance(a)}: {outcome}; {_cost(a, base)}"
+def _limits(arms: Sequence[TradeoffRun]) -> list[str]:
+    """Return what the figures do not say."""
+    limits = [
+        "Intervals are 99 %, those of a worst site for all sites of all runs together. A difference is told apart at "
+        f"1 % over all comparisons and from {100 * MARGIN:.0f} points on. They are about examples: another run has "
+        "other draws. 50 is no proof of safety: another attack may find more.",
+    ]
+    if all(a.is_demo for a in arms):
+        ranges = [
+            f"{a.name} {over.low:.0f} to {over.high:.0f} in {over.runs} runs"
+            for a in arms
+            if (over := demo_settings.EARLIER_RANGES.get(a.name))
+        ]
+        limits.append(
+            "Seeded: which examples a site has, the first weights and the attacked examples. Not seeded: the order of "
+            "batches, the masks, the noise and the methods' draws. So your figures differ"
+            f"{', mean over the sites: ' + ', '.join(ranges) if ranges else ' by a few points'}."
+        )
+        limits.append(
+            "Each site trains four times on 64 examples, so that attacks win: with fewer passes, more examples or "
+            "another model they may win less."
+        )
+    return limits
 
 
-def _chance(a: TradeoffRun) -> str:
-    """Format the attacker's result to a tenth, so that differences match the shown values; includes the worst site."""
-    shown_ = "{:.1f} times in 100 [{:.1f}, {:.1f}]".format(*(100 * x for x in a.auroc))
-    if a.told is None or a.over_sites() is None:
-        return shown_
-    worst = "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * x for x in a.told.auroc))
-    return f"{shown_} over the sites, at the worst site ({sanitize(a.told.model, 60)}) {worst}"
+def _percent(value: float) -> str:
+    return f"{100 * value:.0f}"

@@ -17,12 +17,13 @@ from pathlib import Path
 
 import pytest
 
+from fedveil.console.runs.run_reader import load_run
 from fedveil.console.web.apps import run_folders, server_app, site_app
 from fedveil.console.web.federations import name_federations
 from fedveil.console.web.report import run_page
 from fedveil.console.web.serving import DashboardServer
 from tests.fedveil.console.conftest import write_run
-from tests.fedveil.console.web.report.test_tradeoff import pair  # noqa: F401  # a fixture
+from tests.fedveil.console.web.report.test_tradeoff import made_arms  # noqa: F401  # a fixture
 from tests.fedveil.console.web.test_federations import flower, pilot, two  # noqa: F401  # fixtures
 from tests.fedveil.console.web.test_pages import goes_on
 from tests.fedveil.console.web.test_site_pages import state  # noqa: F401  # a fixture
@@ -142,14 +143,16 @@ def test_every_page_fits_and_is_readable(serve, page, runs, hostile, state, two,
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_report_of_a_demo_fits_and_is_readable(page, pair, tmp_path, scheme, width):  # noqa: F811
+def test_the_report_of_a_demo_fits_and_is_readable(page, made_arms, tmp_path, scheme, width):  # noqa: F811
     """A file of its own, with the picture of what several runs gained."""
     page.emulate_media(color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": 844})
     file = tmp_path / "report.html"
-    file.write_text(run_page.run_page_html(pair()))
+    made_arms()
+    runs = [load_run(tmp_path / "demo-0" / name) for name in ("fedavg", "fedavg-secure", "fedavg-dp")]
+    file.write_text(run_page.run_page_html(runs))
     page.goto(file.as_uri())
-    assert page.locator("h1").inner_text().startswith("FedVeil: benefit and cost of withholding")
+    assert page.locator("h1").inner_text().startswith("FedVeil: what an attacker learns, and what protection costs")
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert page.evaluate(CONTRAST) == []
     assert page.evaluate(SMALL_TARGETS) == []

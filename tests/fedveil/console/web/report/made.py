@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedveil.attacks.audit.delong import SiteAveragedAuroc
+from fedveil.attacks.audit.delong import NormalEstimate, RunDifference, SiteAuroc, SiteAveragedAuroc
 from fedveil.attacks.audit.findings import AttackFinding, AuditReport, control_name
 
 Interval = tuple[float, float, float]
@@ -38,9 +38,16 @@ def audited(run: Path, *about: AttackFinding, across: Sequence[SiteAveragedAuroc
 
 
 def over_sites(
-    auroc: float, base: Path | None = None, less: float = 0.0, p: float = 1.0, half: float = 0.04
+    *aurocs: float, wrong: float | None = 0.5, error: float = 0.01, less: Sequence[tuple[Path, float]] = ()
 ) -> SiteAveragedAuroc:
-    """An attack over three sites, beside the audited run in the folder `base`."""
-    digest = hashlib.sha256((base / "audit.json").read_bytes()).hexdigest() if base else ""
-    interval = (less, less - half, less + half)
-    return SiteAveragedAuroc("alignment", 3, (auroc, auroc - half, auroc + half), digest, interval, p)
+    """The attack "alignment" at sites site-1, ..., and beside audited runs: (folder, by what the run reveals less)."""
+    sites = [
+        SiteAuroc(
+            f"site-{i}", NormalEstimate(auroc, 2 * error),
+            None if wrong is None else NormalEstimate(auroc - wrong, 2 * error), 64, 64,
+        )
+        for i, auroc in enumerate(aurocs, 1)
+    ]  # fmt: skip
+    digests = [(hashlib.sha256((base / "audit.json").read_bytes()).hexdigest(), value) for base, value in less]
+    differences = [RunDifference(digest, NormalEstimate(value, error)) for digest, value in digests]
+    return SiteAveragedAuroc("alignment", NormalEstimate(sum(aurocs) / len(aurocs), error), sites, differences)

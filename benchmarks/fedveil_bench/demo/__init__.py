@@ -1,0 +1,1 @@
+"""The figures of `fedveil demo` over many seeds."""
