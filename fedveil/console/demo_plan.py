@@ -16,6 +16,7 @@ from fedveil import strategies, tasks
 from fedveil.config import parse
 from fedveil.console.demo_settings import ATTACKED, DATA, DEFENSES
 from fedveil.console.runs.sampling_plan import plan_sampling
+from fedveil.contract.privacy import Spent
 from fedveil.contract.task import DatasetShard
 from fedveil.errors import TaskError
 from fedveil.privacy import accounting
@@ -136,7 +137,7 @@ def _plan_noise(
     plans = [plan_sampling(of, config, neighbours, count) for count in used]
     smallest = plans[used.index(min(used))]
 
-    def charged(z: float) -> accounting.Spent:
+    def charged(z: float) -> Spent:
         return accounting.max_charged(z, "poisson", smallest, across_rounds=False)
 
     noise = math.ceil(1000 * accounting.noise_multiplier_for(charged, claim.epsilon, delta, neighbours)) / 1000
