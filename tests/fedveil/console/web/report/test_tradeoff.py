@@ -83,6 +83,9 @@ def test_a_line_per_run_has_all_sites_their_mean_and_their_base_line(made_arms):
     ("changes", "clause"),
     [
         ({"secure": 0.02}, "fedavg-secure: 97 at the worst site against 99 with fedavg: not told apart here."),
+        # ten standard errors, but below the margin
+        ({"secure": 0.02, "error": 0.002},
+         "fedavg-secure: 97 at the worst site against 99 with fedavg: not told apart here."),
         ({"secure": 0.05, "error": 0.02},
          "fedavg-secure: 94 at the worst site against 99 with fedavg: not told apart here."),
         ({"noise": 0.02}, "fedavg-dp: 97 at the worst site against 99 with fedavg: not told apart here."),
