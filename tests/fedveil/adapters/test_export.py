@@ -165,6 +165,8 @@ def test_a_product_of_zeros_is_a_pair_of_zeros():
     assert all(not factors[n].any() for n in factors if n.endswith("B"))
 
 
+# PEFT 0.21 passes a prefix by the name that transformers 5.24 deprecates. FedVeil's own code uses the new name.
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_peft_loads_a_prefix_with_the_same_logits_and_texts(kind, tmp_path):
     model, plain, adapter = BASES[kind](), logits(BASES[kind]()), PrefixAdapter(5)
