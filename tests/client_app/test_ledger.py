@@ -43,7 +43,7 @@ def assignment(tmp_path, round_=0, run="r", deterministic=False, node=(), **fiel
     }  # fmt: skip
     text = "\n".join(f"{k} = {json.dumps(v)}" for k, v in {**FIELDS, **fields}.items() if k != "adapter")
     config = {"method.name": "dp_fpl", "train.batch-size": 4, "run.deterministic": deterministic}
-    config["method.params"] = f"{text}\nadapter.length = {LENGTH}"
+    config |= {"method.params": f"{text}\nadapter.length = {LENGTH}", "task.max-tokens": 96}
     return ClientAssignment.from_instruction(
         order, config, {"site": "s", "state-dir": str(tmp_path / "state"), "data": str(tmp_path / "data"), **dict(node)}
     )

@@ -41,7 +41,7 @@ class Run:
         text = "\n".join(f"{k} = {json.dumps(v)}" for k, v in fields.items() if k != "adapter")
         self.flat = {
             "method.name": "dp_fpl", "method.params": f"{text}\nadapter.length = {LENGTH}", "train.batch-size": 4,
-            "secure.enabled": True, "secure.noise": "sum", "secure.min-sites": 4, **config,
+            "secure.enabled": True, "secure.noise": "sum", "secure.min-sites": 4, "task.max-tokens": 96, **config,
         }  # fmt: skip
         self.at, self.fields, self.config = at, fields, parse(self.flat)
         (at / "data").mkdir(parents=True)

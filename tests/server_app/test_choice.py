@@ -102,8 +102,10 @@ def test_a_task_names_every_score_that_it_gives(generate):
     config = parse({"evaluate.eval-examples": 2, "evaluate.max-new-tokens": 2})
     task = tasks.load_task(config, strategies.create_method("fedavg", "").adapter, "cpu")
     weights = task.initial(rng.initial_stream(0, "weights"))
-    rows = [{"mr": f"name[x{i}]", "ref": f"x{i} is here"} for i in range(2)]
-    scores = task.evaluate(weights, Example.from_columns(rows), generate)
+    scores = dict[str, float]()
+    for target in ("is here", "is a pub here, by the river"):  # short answers have scores of their own
+        rows = [{"mr": f"name[x{i}]", "ref": f"x{i} {target}"} for i in range(2)]
+        scores |= task.evaluate(weights, Example.from_columns(rows), generate)
     named = tasks.task_info("text-generation").metrics(config.task)
     assert set(scores) == {name for name, metric in named.items() if generate or not metric.generated}
     assert torch.isfinite(torch.tensor(list(scores.values()))).all()

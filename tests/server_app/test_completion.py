@@ -19,7 +19,14 @@ from fedveil.server_app.round_record import RoundRecord
 from fedveil.server_app.run_folder import RunFolder
 
 CONFIG = parse(
-    {"run.name": "pilot", "run.rounds": 2, "dp.clip-norm": 1.0, "dp.noise-multiplier": 2.0, "train.batch-size": 8}
+    {
+        "run.name": "pilot",
+        "run.rounds": 2,
+        "dp.clip-norm": 1.0,
+        "dp.noise-multiplier": 2.0,
+        "train.batch-size": 8,
+        "task.max-tokens": 96,
+    }
 )
 
 

@@ -391,7 +391,7 @@ def test_names_must_fit_the_model(tmp_path):
     named = str(vit(tmp_path / "vit", num_labels=2, id2label=names, label2id={name: i for i, name in names.items()}))
     with pytest.raises(TaskError, match="expected 2 names, as many as the model distinguishes, found 3"):
         make(task__model=named, task__class_names="dog,fish,cat", task__num_classes=10).base  # noqa: B018
-    with pytest.raises(TaskError, match='order of the model.s own names, .* set task.class-names = "dog,fish"'):
+    with pytest.raises(TaskError, match="names in the model.s own order, .* set task.class-names = .dog,fish."):
         make(task__model=named, task__class_names="fish,dog", task__num_classes=10).base  # noqa: B018
     assert make(task__model=named, task__class_names="dog,fish", task__num_classes=10).classes == 2
 
