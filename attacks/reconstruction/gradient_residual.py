@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -65,6 +66,7 @@ def residual_of(
     model: nn.Module, observed: Sequence[ObservedGradient], labels: Tensor, upsample: Map | None, kind: torch.dtype
 ) -> GradientResidual:
     """Create the residual for observed gradients, in this precision. Raises ValueError if nothing was observed."""
+    _load_forward_mode()
     parts: list[tuple[dict[str, Tensor], dict[str, Tensor], Tensor]] = []
     targets: list[Tensor] = []
     device = labels.device
@@ -94,3 +96,13 @@ def residual_of(
 
     joined = torch.cat(targets)
     return GradientResidual(sent, joined, labels, joined.norm().clamp_min(torch.finfo(kind).tiny))
+
+
+def _load_forward_mode() -> None:
+    """Load the forward-mode derivatives of torch, without the warning that torch 2.15 gives of its own code.
+
+    The rules call torch.jit.script, which is deprecated. torch loads them at the first derivative of a process.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch\.jit\.script` is deprecated", FutureWarning)
+        jvp(torch.sin, (torch.zeros(()),), (torch.zeros(()),))
