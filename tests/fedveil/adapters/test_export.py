@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2LMHeadModel
 
 from fedveil.adapters import export
 from fedveil.adapters.all_weights import AllWeightsAdapter
@@ -166,14 +167,34 @@ def test_a_product_of_zeros_is_a_pair_of_zeros():
 
 
 # PEFT 0.21 passes a prefix by the name that transformers 5.24 deprecates. FedVeil's own code uses the new name.
-@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+OLD_CACHE_NAME = pytest.mark.filterwarnings(
+    r"ignore:(Both )?`past_key_values` (is deprecated|and `cache` are set):FutureWarning"
+)
+
+
+@OLD_CACHE_NAME
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_peft_loads_a_prefix_with_the_same_logits_and_texts(kind, tmp_path):
+def test_peft_loads_a_prefix_with_the_same_logits(kind, tmp_path):
     model, plain, adapter = BASES[kind](), logits(BASES[kind]()), PrefixAdapter(5)
     at, trained = attached(model, adapter)
     adapter.save(tmp_path, at, filled(trained))
     theirs = PeftModel.from_pretrained(BASES[kind](), tmp_path).eval()
     same(logits(theirs), logits(model), plain)
+
+
+@OLD_CACHE_NAME
+@pytest.mark.xfail(
+    "cache" in inspect.signature(GPT2LMHeadModel.forward).parameters,
+    reason="generate() of transformers 5.24 ignores the cache in which PEFT 0.21 passes a prefix",
+    raises=AssertionError,
+    strict=True,
+)
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_peft_loads_a_prefix_with_the_same_texts(kind, tmp_path):
+    model, adapter = BASES[kind](), PrefixAdapter(5)
+    at, trained = attached(model, adapter)
+    adapter.save(tmp_path, at, filled(trained))
+    theirs = PeftModel.from_pretrained(BASES[kind](), tmp_path).eval()
     ids = torch.arange(1, 8)[None]
     how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     with library_logging.quiet_libraries():
