@@ -114,15 +114,21 @@ class WorkerRegistry:
             try:
                 card = json.loads(file.read_text())
                 records.append(WorkerRecord(**{**card, "owner": OwnerProcess(**card["owner"])}))
+            except FileNotFoundError:
+                continue  # its worker has ended meanwhile, which it does without the lock
             except (ValueError, TypeError, KeyError, RecursionError):
                 self.forget(file.stem)
         for card in list(records):
             if not is_listening(self.socket(card.id)):
                 self._unlist(card.id)  # its last note stays until the cause of its end is queried
                 records.remove(card)
+        known = {card.id for card in records}
         for file in self.path.glob("*.noted"):  # of workers that died between rounds
-            if file.stem not in {card.id for card in records} and time.time() - file.stat().st_mtime > _KEPT_SECONDS:
-                file.unlink(missing_ok=True)
+            if file.stem in known:
+                continue
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                if time.time() - file.stat().st_mtime > _KEPT_SECONDS:
+                    file.unlink()
         return sorted(records, key=lambda card: card.since)
 
     def write(self, card: WorkerRecord) -> None:

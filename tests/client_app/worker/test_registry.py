@@ -47,3 +47,12 @@ def test_a_run_gets_its_own_worker_or_a_spare_or_a_new_one(workers, bound, chose
     )
     assert (connection.worker.id, connection.worker.key, stops) == (chosen, "this run", stopped)
     assert connection.socket == tmp_path / "workers" / "north" / f"{chosen}.sock"
+
+
+def test_a_worker_that_ends_while_workers_are_listed_is_none(tmp_path):
+    """It removes its files without the lock: here they are gone between their listing and their reading."""
+    folder = WorkerRegistry(tmp_path, "north")
+    folder.path.mkdir(parents=True)
+    for name in ("ended.json", "ended.noted"):
+        (folder.path / name).symlink_to(folder.path / "gone")
+    assert folder.living() == []
