@@ -26,6 +26,24 @@ from fedveil.federation.secagg.state import LivePlan, SiteSecAggState
 from fedveil.testing.lying_server import POISONED_BROADCAST, TRUE_BROADCAST, site_names
 from fedveil.testing.lying_server_games import LyingServerGame, SiteList, SiteRequests
 
+__all__ = [
+    "AGAIN",
+    "REDUNDANT_RULES",
+    "RING",
+    "RULE_REMOVALS",
+    "LyingServerScenario",
+    "RuleRemoval",
+    "claimed_honest_sites",
+    "find_violation",
+    "least_quorum",
+    "plan_numbers",
+    "play_random",
+    "random_lists",
+    "random_plan",
+    "random_requests",
+    "search_for_violation",
+]
+
 
 def least_quorum(sites: int, colluding: int) -> int:
     """Return the smallest q that withstands so many colluding sites."""

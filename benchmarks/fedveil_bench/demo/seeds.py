@@ -17,21 +17,16 @@ plain run with other batches only: what the test calls different there is a fals
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fedveil.attacks.statistics import confidence_interval
 from fedveil.testing.demo import TradeoffRun, decide_differences, run_demo_arms
-from fedveil_bench.common import data, seeds
+from fedveil_bench.common import seeds
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _ALPHA = 0.01
 AGAIN = "again"
-
-
-def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """Return the sites' texts."""
-    return [data.DataRequirement("e2e", ("train", "test"))]
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:

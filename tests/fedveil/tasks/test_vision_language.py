@@ -317,7 +317,8 @@ def test_training_learns_the_captions(data):
     start = task.initial(rng.initial_stream(0, "weights"))
     trained = task.trainer(task.encode(examples), rng.initial_stream(0, "batches")).train(start)
     before, after = task.evaluate(start, examples, True), task.evaluate(trained.weights, examples, True)
-    assert set(after) == {"loss", "exact_match", "bleu_1", "bleu_2", "bleu_3", "bleu_4", "rouge_l", "cider", "cider_r"}
+    # The captions have three words: scores of four in a row tell nothing.
+    assert set(after) == {"loss", "exact_match", "bleu_1", "bleu_2", "bleu_3", "rouge_l"}
     assert after["loss"] < before["loss"] / 3
     assert after["exact_match"] > before["exact_match"]
 
