@@ -115,7 +115,7 @@ class FolderWitness(LedgerWitness):
 
     @override
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         if not self.is_writable:
             yield
             return

@@ -41,7 +41,7 @@ class SourceTemplate:
     trims: bool = True
 
     @classmethod
-    def of(cls, task: TaskConfig) -> SourceTemplate:
+    def from_task(cls, task: TaskConfig) -> SourceTemplate:
         """Return that of a task: task.source-template, or task.source-column alone."""
         if task.source_template:
             return cls(parse_source_template(task.source_template))

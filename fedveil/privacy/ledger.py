@@ -114,7 +114,7 @@ class LedgerWitness(Protocol):
         """Write the mark durably. Raises StateError."""
         ...
 
-    def held(self) -> AbstractContextManager[None]:
+    def lock(self) -> AbstractContextManager[None]:
         """Lock the witness from its reading to its writing, also against other ledgers. Raises StateError."""
         ...
 
@@ -194,7 +194,7 @@ class PrivacyLedger:
         Raises:
             BudgetError, StateError: like `charge`; also for another ledger's witness.
         """
-        with self._locked(), witness.held():
+        with self._locked(), witness.lock():
             stored, old = self._read(own)
             mark = witness.read()
             if mark is not None and mark.tag != stored.tag:
@@ -226,7 +226,7 @@ class PrivacyLedger:
         with contextlib.ExitStack() as stack:
             for ledger in both:
                 stack.enter_context(ledger._locked())
-            stack.enter_context(witness.held())
+            stack.enter_context(witness.lock())
             stored, old = self._read(own)
             mark = witness.read()
             if mark is None or mark.tag == stored.tag:
@@ -269,7 +269,7 @@ class PrivacyLedger:
     def _change(
         self, own: PrivacyBudget, witness: LedgerWitness | None, decide: Callable[[SiteAccount], SiteAccount]
     ) -> None:
-        with self._locked(), witness.held() if witness is not None else contextlib.nullcontext():
+        with self._locked(), witness.lock() if witness is not None else contextlib.nullcontext():
             stored, old = self._read(own)
             mark = self._require_witness(stored, witness)
             if stored.moved_to:

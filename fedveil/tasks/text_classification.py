@@ -72,8 +72,8 @@ def _metrics(task: TaskConfig) -> Metrics:
 
 INFO = TaskInfo(
     mounts=("layers",),
-    columns=lambda task: (*SourceTemplate.of(task).columns, task.target_column),
-    texts=lambda task: SourceTemplate.of(task).columns,
+    columns=lambda task: (*SourceTemplate.from_task(task).columns, task.target_column),
+    texts=lambda task: SourceTemplate.from_task(task).columns,
     templates=True,
     tiny=lambda: bundled.bundled_folder("text-classification"),
     metrics=_metrics,
@@ -253,7 +253,7 @@ class TextClassification(AdaptedTask):
 
     @cached_property
     def _source(self) -> SourceTemplate:
-        return SourceTemplate.of(self.config.task)
+        return SourceTemplate.from_task(self.config.task)
 
     def _text(self, example: Example) -> str:
         text = self._source.fill(example.values)

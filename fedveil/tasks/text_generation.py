@@ -52,8 +52,8 @@ __all__ = ["TextGeneration"]
 
 INFO = TaskInfo(
     mounts=("layers", "cache"),
-    columns=lambda task: (*SourceTemplate.of(task).columns, task.target_column),
-    texts=lambda task: (*SourceTemplate.of(task).columns, task.target_column),
+    columns=lambda task: (*SourceTemplate.from_task(task).columns, task.target_column),
+    texts=lambda task: (*SourceTemplate.from_task(task).columns, task.target_column),
     tiny=lambda: bundled.bundled_folder("text-generation"),
     train_keys=("loss-mask", "packing", "pad-to-multiple-of"),
     metrics=lambda task: loss_metric(task, (*text_metrics.SCORES, "exact_match")),
@@ -282,7 +282,7 @@ class TextGeneration(causal_lm.CausalTask):
 
     @cached_property
     def _source(self) -> SourceTemplate:
-        return SourceTemplate.of(self.config.task)
+        return SourceTemplate.from_task(self.config.task)
 
     def _filled(self, example: Example) -> tuple[str | None, str | None]:
         """Return (source, target) of a row, None for each that it lacks."""

@@ -129,7 +129,10 @@ def _sort_out(task: TextTask, rows: Sequence[Example]) -> tuple[list[tuple[Examp
     """Return the rows that can be prepared, each with its number of examples, why each of the others is refused, and
     how many lack a text.
     """
-    texts, source = tasks.task_info(task.config.task.name).texts(task.config.task), SourceTemplate.of(task.config.task)
+    texts, source = (
+        tasks.task_info(task.config.task.name).texts(task.config.task),
+        SourceTemplate.from_task(task.config.task),
+    )
     others = [column for column in texts if column not in source.columns]
     kept, refused, empty = list[tuple[Example, int]](), list[str](), 0
     for example in rows:
@@ -176,7 +179,7 @@ def _shown(task: TextTask, example: Example, number: int, row: Any) -> Iterator[
 
 
 def _own_prompt(task: TextGeneration, example: Example) -> str:
-    source = SourceTemplate.of(task.config.task).fill(example.values) or ""
+    source = SourceTemplate.from_task(task.config.task).fill(example.values) or ""
     messages = [{"role": "user", "content": source}]
     try:
         text = task.base.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -40,7 +40,7 @@ def write_samples(run: Path, device: str = "cpu") -> None:
     if not isinstance(task, CanGenerate) or config.task.name != "text-generation" or not config.task.evaluation:
         return
     source, by_prompt = (
-        SourceTemplate.of(config.task),
+        SourceTemplate.from_task(config.task),
         dict[str, Any](),
     )  # several examples may share a prompt: take the first
     for row in task.examples(Path(config.task.evaluation), "test"):

@@ -49,8 +49,8 @@ class RefusalReason(Enum):
     OWN_ERROR = "server error"
 
     @property
-    def is_of_honest_sites(self) -> bool:
-        """Whether an honest site gets this refusal: its reply is late, or the server dropped it or has no disk."""
+    def can_be_honest(self) -> bool:
+        """Return whether an honest site can get this refusal: its reply was late or dropped, or the disk failed."""
         return self in _OF_HONEST_SITES
 
 

@@ -65,7 +65,7 @@ class FleetRefusalLog:
                 self._lines[key] = _Line(now)
             else:
                 line.unlogged += 1
-            if not reason.is_of_honest_sites:
+            if not reason.can_be_honest:
                 self._record_rogue(site, node_id, now)
 
     def write_counts(self) -> None:

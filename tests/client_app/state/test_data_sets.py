@@ -194,7 +194,7 @@ def test_an_id_file_that_cannot_be_locked_stops_the_site(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     refused = pytest.raises(StateError, match="can be locked against other state folders")
-    with refused, FolderWitness.open(tmp_path, "").held():
+    with refused, FolderWitness.open(tmp_path, "").lock():
         raise AssertionError("not locked")
 
 

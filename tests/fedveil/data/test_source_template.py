@@ -14,7 +14,9 @@ from fedveil.errors import ConfigError
 
 
 def of(template: str, column: str = "text") -> SourceTemplate:
-    return SourceTemplate.of(run_config.parse({"task.source-template": template, "task.source-column": column}).task)
+    return SourceTemplate.from_task(
+        run_config.parse({"task.source-template": template, "task.source-column": column}).task
+    )
 
 
 ALPACA = "{instruction}\n\n{input}"

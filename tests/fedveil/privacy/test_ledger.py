@@ -42,7 +42,7 @@ class Witness:
         self.mark = mark
         self.marks.append(mark)
 
-    def held(self) -> contextlib.AbstractContextManager[None]:
+    def lock(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
 
