@@ -257,9 +257,7 @@ def not_protected(method: Method, config: RunConfig, attempts: Sequence[Mapping[
             "inferred.",
         )
     if not config.secure.enabled:
-        sentences.append(
-            "Single uploads, from the server, with each site's number of examples and the losses it reported."
-        )
+        sentences.append(f"Single uploads, from the server{_with_reports(attempts)}.")
     elif exception := single_site(method.has_single_site_entries):
         sentences.append(exception)
     if config.secure.enabled:
@@ -278,6 +276,14 @@ def not_protected(method: Method, config: RunConfig, attempts: Sequence[Mapping[
             "as the messages."
         )
     return sentences
+
+
+def _with_reports(attempts: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the sites reported with their uploads, as the rest of a sentence; "" if nothing."""
+    names = disclosure_summary.reported_metrics(attempts)
+    parts = ["each site's number of examples"] * ("num_examples" in names)
+    parts += ["the losses it reported"] * any("loss" in name for name in names)
+    return f", with {' and '.join(parts)}" if parts else ""
 
 
 def _unsigned(attempts: Sequence[Mapping[str, Any]]) -> str:

@@ -96,6 +96,13 @@ class FlowerCli:
             raise LaunchError(f"run: expected a run that the SuperLink knows, found {run}; flwr ls lists them")
         return str(runs[0]["status"])
 
+    def unfinished_runs(self) -> dict[str, str]:
+        """Return the status of each run that has not finished, such as "pending" or "running", by Flower's number."""
+        listed = self._call("ls", self._connection)["runs"]
+        return {
+            str(run["run-id"]): str(run["status"]) for run in listed if not str(run["status"]).startswith("finished")
+        }
+
     def stop(self, run: str) -> None:
         """Stop a run."""
         self._call("stop", run, self._connection)

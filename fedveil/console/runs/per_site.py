@@ -136,6 +136,38 @@ def _goes_on(run: RunView) -> bool:
     return run.status.get("state") == "running"
 
 
+def absent_since(run: RunView) -> dict[str, int]:
+    """Return the sites whose uploads the newest rounds lack, each with the first of these rounds, counted from 1.
+
+    A round without a site that was not asked counts only if every connected site is asked (cohort.fraction = 1), which
+    tells a site that has gone from one that was not drawn.
+    """
+    rounds = [(int(attempt["round"]) + 1, attempt) for attempt in run.finished_rounds]
+    all_asked = run.config.get("config", {}).get("cohort.fraction", 1.0) == 1.0
+    absent: dict[str, int] = {}
+    for site in run.sites:
+        for number, attempt in reversed(rounds):
+            if site in (attempt.get("accepted") or []):
+                break
+            if all_asked or site in (attempt.get("cohort") or []) or site in (attempt.get("failed") or {}):
+                absent[site] = number
+    return absent
+
+
+def sites_left(run: RunView) -> str:
+    """Describe how many sites the newest rounds had, such as "2 of 3 sites since round 2"; "" if all, or if unknown."""
+    absent = absent_since(run)
+    if not absent:
+        return ""
+    return f"{len(run.sites) - len(absent)} of {len(run.sites)} sites since round {max(absent.values())}"
+
+
+def state_with_sites(run: RunView, state: str) -> str:
+    """Return a state with the sites that are left, such as "completed, 2 of 3 sites since round 2"."""
+    left = sites_left(run) if state in ("completed", "running") else ""
+    return f"{state}, {left}" if left else state
+
+
 ACCEPTED, WAITING = "accepted", "no answer yet"
 REFUSED = "refused: "  # an upload that the server received but did not accept
 _BY_REASON = {

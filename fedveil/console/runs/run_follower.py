@@ -186,6 +186,7 @@ def closing_lines(folder: Path) -> list[str]:
     if not scores and (losses := per_site.site_losses(run)):
         scores = f"none by the server; loss at the sites, on their training examples: {losses[-1][1]:.4f}"
     lines = [f"rounds: {run.rounds_done} of {rounds}" + (f"; last scores: {scores}" if scores else "")]
+    lines += [f"sites: {left}" for left in [per_site.sites_left(run)] if left]
     lines += [sanitize(words, 200) for words in (run.of_round, summary.is_unchanged(run)) if words]
     lines += [f"rows of {sanitize(words, 300)}" for words in per_site.incomplete_rows(run)[:_MOST_TOLD]]
     if (folder / "final").is_dir():

@@ -74,6 +74,11 @@ class RunView:
         return len(self._by_round)
 
     @property
+    def finished_rounds(self) -> list[Row]:
+        """Return the attempt of each round that is in the model, in the order of the rounds."""
+        return [self._by_round[round_] for round_ in sorted(self._by_round)]
+
+    @property
     def seconds(self) -> float:
         """Return the wall time of all attempts in seconds, without evaluation on the server."""
         return float(sum(attempt.get("seconds", 0.0) for attempt in self.attempts))

@@ -12,8 +12,16 @@ from rich.table import Table
 from fedveil.attacks.statistics import confidence_intervals
 from fedveil.console.runs.run_reader import RunView
 from fedveil.records.provenance import environment_info, git_commit
+from fedveil.sanitize import sanitize
 
 BASELINE = "fedavg"
+# What decides on which examples the server's test loss is computed, and how; two runs that differ in it are not
+# comparable by their losses.
+_SCORED_BY = (
+    "task.name", "task.evaluation", "task.source-column", "task.source-template", "task.target-column",
+    "task.image-column", "task.choices-column", "task.hint-column", "task.class-names", "task.max-tokens",
+    "task.chat-template", "evaluate.eval-examples", "evaluate.max-new-tokens", "evaluate.num-beams",
+)  # fmt: skip
 
 
 def write_summary(file: Path, preset: str, runs: Sequence[RunView]) -> None:
@@ -57,6 +65,36 @@ def protected_method(run: RunView) -> str:
     return run.method + secure + (" + noise" if config.get("dp.noise-multiplier") else "")
 
 
+def protection(run: RunView) -> str:
+    """Return what protects the run's uploads: "none", a sum, noise with its epsilon and delta, or both."""
+    config = run.config.get("config", {})
+    parts = []
+    if config.get("secure.enabled"):
+        parts.append(f"sum of at least {sanitize(config.get('secure.min-sites', '?'), 20)} sites")
+    if config.get("dp.noise-multiplier"):
+        epsilon, delta = config.get("dp.epsilon"), config.get("dp.delta")
+        parts.append(
+            f"epsilon {epsilon:g} at delta {delta:g}"
+            if isinstance(epsilon, int | float) and epsilon and isinstance(delta, int | float)
+            else f"noise {sanitize(config['dp.noise-multiplier'], 20)}, no limit on epsilon"
+        )
+    elif "epsilon" in str(config_fields := run.config.get("method", {}).get("fields")):
+        epsilon = config_fields.get("epsilon") if isinstance(config_fields, dict) else None
+        parts.append(f"noise of the method, epsilon {sanitize(epsilon, 20)}" if epsilon else "noise of the method")
+    return " and ".join(parts) or ("none" if run.config else "not known")
+
+
+def different_scoring(runs: Sequence[RunView]) -> str:
+    """Return why the runs' scores cannot be compared, with the keys that differ; "" if no config does."""
+    configs = {run.name: run.config["config"] for run in runs if run.config.get("config")}
+    words = []
+    for key in _SCORED_BY:
+        values = {name: sanitize(config.get(key, "unset"), 120) for name, config in configs.items()}
+        if len(set(values.values())) > 1:
+            words.append(f"{key} ({', '.join(f'{name}: {value}' for name, value in values.items())})")
+    return f"Not scored alike, so their scores cannot be compared: {'; '.join(words)}." if words else ""
+
+
 def metric_names(runs: Sequence[RunView]) -> list[str]:
     """Return every metric that any run has, the loss first."""
     names = {name for run in runs for name in run.final}
@@ -68,12 +106,19 @@ def run_label(metric: str) -> str:
     return "test loss" if metric == "loss" else metric
 
 
-def upload_ratio(run: RunView, runs: Sequence[RunView]) -> float | None:
-    """Return a run's upload bytes relative to a FedAvg run with as many rounds; None if there is none."""
+def baseline_of(run: RunView, runs: Sequence[RunView]) -> RunView | None:
+    """Return the first FedAvg run without protection that has as many rounds; None if there is none."""
     for other in runs:
-        if other.method == BASELINE and other.upload_bytes and other.rounds_done == run.rounds_done:
-            return run.upload_bytes / other.upload_bytes
+        is_plain = other.method == BASELINE and protection(other) == "none"
+        if is_plain and other.upload_bytes and other.rounds_done == run.rounds_done:
+            return other
     return None
+
+
+def upload_ratio(run: RunView, runs: Sequence[RunView]) -> float | None:
+    """Return a run's upload bytes relative to its `baseline_of`; None without one."""
+    baseline = baseline_of(run, runs)
+    return run.upload_bytes / baseline.upload_bytes if baseline else None
 
 
 def is_unchanged(run: RunView) -> str:
@@ -95,6 +140,7 @@ def summary_table(runs: Sequence[RunView]) -> Table:
     for name in metric_names(runs):
         table.add_row(name, *(f"{run.final[name]:.4f}" if name in run.final else "-" for run in runs))
     table.add_row("adapter", *(run.adapter_weights or "-" for run in runs))
+    table.add_row("protection", *(protection(run) for run in runs))
     table.add_section()
     table.add_row("upload bytes", *(f"{run.upload_bytes:,}" for run in runs))
     table.add_row("download bytes", *(f"{run.download_bytes:,}" for run in runs))

@@ -27,12 +27,13 @@ def open_runs_dashboard(runs: Path | None, federations: Sequence[Path], host: st
 
 
 def run_folders(runs: Path | None, federations: Mapping[str, Path]) -> dict[str, Path]:
-    """Return the run folders to show, by federation; "" if there is only one, or if the federation is unknown."""
+    """Return the run folders to show, by federation; "" if there is only one, or if the federation is unknown.
+
+    A federation's own folder is taken before its first run has created it, so that the page shows that run.
+    """
     own = {name: folder / "runs" for name, folder in federations.items()}
     if runs is None:
-        if not any(folder.is_dir() for folder in own.values()):
-            return {"": Path("runs")}
-        return own if len(own) > 1 else {"": next(iter(own.values()))}
+        return own if len(own) > 1 else {"": next(iter(own.values()), Path("runs"))}
     is_own = [name for name, folder in own.items() if len(own) > 1 and folder.resolve() == runs.resolve()]
     return {is_own[0] if is_own else "": runs}
 

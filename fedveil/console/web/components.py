@@ -50,7 +50,10 @@ _WORDS = 600  # characters of one log value
 _SECONDS_DIGITS = 7  # digits of the seconds that the page counts itself
 _MOST_POINTS = 2000  # points of a chart
 DRAWING = threading.Lock()  # matplotlib's settings are shared by all threads
-STATES = {"completed": "completed", "running": "running", "online": "completed", "stopped": "stopped"}
+STATES = {
+    "completed": "completed", "running": "running", "online": "completed", "stopped": "stopped",
+    "starting": "plain", "being asked": "plain", "not known": "plain",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -98,8 +101,10 @@ def page_link(base: str, path: Sequence[str], words: object) -> Html:
     return Html(f'<a href="{base}/{"/".join(quote(part, safe="") for part in path)}">{escape_text(words)}</a>')
 
 
-def state_badge(word: str) -> Html:
-    """Return a state as a colored tag that contains the word."""
+def state_badge(word: str, left: str = "") -> Html:
+    """Return a state as a colored tag that contains the word and, in amber, the sites that are left."""
+    if left:
+        return html_tag("span", f"{word}, {left}", "tag partial")
     return html_tag("span", word, f"tag {STATES.get(word, 'failed')}")
 
 
@@ -127,6 +132,19 @@ def format_time(value: object) -> object:
     except (ValueError, OverflowError, OSError):
         return sanitize(value, 40)
     return Html(f'<time datetime="{iso}"><span>{iso[:10]}</span> {iso[11:19]}</time>')
+
+
+def format_duration(started: object, ended: object) -> str:
+    """Return the time between two moments of ISO 8601, such as "2 h 5 min"; "" if one is missing or malformed."""
+    try:
+        seconds = (datetime.fromisoformat(str(ended)) - datetime.fromisoformat(str(started))).total_seconds()
+    except (ValueError, TypeError, OverflowError):
+        return ""
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24:,} d {hours % 24} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def log_rows(lines: Iterable[dict[str, Any]]) -> list[list[object]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from fedveil.console.web.components import state_badge
 from fedveil.errors import FedVeilError
 from fedveil.sanitize import sanitize
 
-_ASK_FLOWER = 30.0  # seconds between queries; each costs a CPU-second
+_ASK_FLOWER = 30.0  # seconds between queries; each costs two CPU-seconds
 _ANSWER_FLOWER = 10.0  # seconds that a page waits for the answer
 
 
@@ -36,6 +36,14 @@ def name_federations(folders: Iterable[Path]) -> dict[str, Path]:
             folder
         )
     return federations
+
+
+@dataclass(frozen=True)
+class _FlowerAnswer:
+    """What Flower says of a federation: each node's status by its id, and that of each unfinished run by its number."""
+
+    nodes: Mapping[str, str] = field(default_factory=dict)
+    runs: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -64,6 +72,14 @@ class DashboardFederations:
         """Return the online status of each (federation, site), as a tag for the page."""
         return {(one["name"], row[0]): row[1] for one in self.all() for row in one["rows"]}
 
+    def unfinished_runs(self) -> dict[tuple[str, str], str]:
+        """Return Flower's status of each run that has not finished, by (federation, Flower's number of the run)."""
+        return {
+            (name, sanitize(number, 40)): sanitize(status, 40)
+            for name, folder in self.folders.items()
+            for number, status in (self._answer(folder).value or _FlowerAnswer()).runs.items()
+        }
+
     def whose(self, federation: str) -> str:
         """Return the federation of the runs in the folder with this name; "" if unknown."""
         return federation or (next(iter(self.folders)) if len(self.folders) == 1 else "")
@@ -78,17 +94,22 @@ class DashboardFederations:
             return {"asked": False, "rows": [], "said": message, "online": 0, "of": 0}
 
     def _of_members(self, folder: Path) -> dict[str, Any]:
-        members, online, refused = SiteRegistry(folder), self._online(folder), read_refused_calls(folder)
+        members, online, refused = SiteRegistry(folder), self._answer(folder), read_refused_calls(folder)
+        nodes = dict(online.value.nodes) if online.value is not None else {}
         rows, well = [], 0
         for site, entry in sorted(members.sites.items()):
-            why = why_absent(entry, online.value or {})
+            why = why_absent(entry, nodes)
             # An outdated answer does not cover sites added since, so it gives no advice.
             is_old = online.value is None or (why and not online.is_new)
             unknown = bool(is_old) and entry["state"] == "registered"
             is_online = not why and not unknown
             well += is_online
             shown_state: object = (
-                state_badge("online") if is_online else state_badge("not known" if unknown else "not online")
+                state_badge("online")
+                if is_online
+                else state_badge(
+                    "being asked" if unknown and not online.why else "not known" if unknown else "not online"
+                )
             )
             until = str(entry.get("until", ""))[:10]
             notes = ["" if unknown else why, str(refused[site]) if site in refused else ""]
@@ -98,7 +119,12 @@ class DashboardFederations:
             message = "Asking Flower." if online.value is None else f"{online.since}; asking Flower."
         return {"asked": online.value is not None, "rows": rows, "said": message, "online": well, "of": len(rows)}
 
-    def _online(self, folder: Path) -> CachedAnswer[dict[str, str]]:
-        about = int(time.time() / _ASK_FLOWER)
-        ask = lambda: FlowerCli(folder.absolute() / "server" / "flower").nodes()  # noqa: E731
-        return self.later.ask(("nodes", folder), about, ask, _ANSWER_FLOWER)
+    def _answer(self, folder: Path) -> CachedAnswer[_FlowerAnswer]:
+        return self.later.ask(
+            ("flower", folder), int(time.time() / _ASK_FLOWER), lambda: _ask_flower(folder), _ANSWER_FLOWER
+        )
+
+
+def _ask_flower(folder: Path) -> _FlowerAnswer:
+    client = FlowerCli(folder.absolute() / "server" / "flower")
+    return _FlowerAnswer(client.nodes(), client.unfinished_runs())

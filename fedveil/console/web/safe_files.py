@@ -16,6 +16,7 @@ from fedveil.console.runs import per_site
 from fedveil.console.runs.run_reader import RunView, load_run, status_of
 from fedveil.errors import StateError
 from fedveil.records import audit_log
+from fedveil.sanitize import sanitize
 
 MOST_RUNS = 200
 MOST_BYTES = 64 << 20  # bytes of one file
@@ -32,6 +33,7 @@ _READ = (
     findings.FILE,
     findings.PICTURES,
 )
+_NUMBER = "flower-run"
 Stamp = tuple[tuple[str, int, int], ...]
 
 
@@ -92,6 +94,7 @@ def find_run(place: RunLocation) -> RunView:
             run.curve(name)
         (
             per_site.records_by_site(run),
+            per_site.absent_since(run),
             run.uploaded,
             run.rounds_done,
             run.seconds,
@@ -101,6 +104,17 @@ def find_run(place: RunLocation) -> RunView:
         return run
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         raise StateError(f"{place.folder}: expected the files of a run, found {error!r}; try fedveil report") from None
+
+
+def flower_number(place: RunLocation) -> str:
+    """Return Flower's number of the run; "" if its folder has none."""
+    if not _regular(place.folder, (_NUMBER,)):
+        return ""
+    try:
+        with (place.folder / _NUMBER).open("rb") as file:
+            return sanitize(file.read(40).decode("ascii", "replace").strip(), 40)
+    except OSError:
+        return ""
 
 
 def with_status(place: RunLocation, found: RunView) -> RunView:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fedveil.console.runs import disclosure, per_site, privacy_statements
 from fedveil.console.runs.run_reader import RunView
-from fedveil.console.runs.summary import may_claim_privacy, metric_names, protected_method, run_label
+from fedveil.console.runs.summary import may_claim_privacy, metric_names, protection, run_label
 from fedveil.console.web import safe_files
 from fedveil.console.web.background import BackgroundQueries
 from fedveil.console.web.components import (
@@ -21,6 +21,7 @@ from fedveil.console.web.components import (
     STATES,
     chart_with_table,
     failure_count,
+    format_duration,
     format_time,
     log_rows,
     log_verdict,
@@ -132,23 +133,38 @@ class ServerViews:
             word = sanitize(run.status.get("state", "unknown"), 20)
             states[word] += 1
             rows.append([
-                *self._federation(place), page_link(self.base, ("runs", place.key), place.name), protected_method(run),
-                state_badge(word), f"{run.rounds_done} of {plain_number(run.status.get('rounds', '?'))}",
+                *self._federation(place), page_link(self.base, ("runs", place.key), place.name),
+                f"{run.method}; {how}" if (how := protection(run)) != "none" else run.method,
+                state_badge(word, _left(run, word)),
+                f"{run.rounds_done} of {plain_number(run.status.get('rounds', '?'))}",
                 run.final.get("loss"), len(run.sites), run.upload_bytes, format_time(run.config.get("started", "")),
-                format_time(run.status.get("ended", "")),
+                format_duration(run.config.get("started"), run.status.get("ended")),
                 _now(run, word) or sanitize(run.status.get("reason") or "", 300)])  # fmt: skip
-        head = [*self._column(), "run", "method", "state", "rounds", "test loss", "sites", "upload bytes",
-                "started (UTC)", "ended (UTC)", "status or reason"]  # fmt: skip
+        starting = self._starting(places)
+        rows = [*starting, *rows]
+        states["running"] += len(starting)
+        head = [*self._column(), "run", "method; protection", "state", "rounds", "test loss", "sites", "upload bytes",
+                "started (UTC)", "lasted", "status or reason"]  # fmt: skip
         about = {
             "head": head, "rows": rows, "broken": broken, "folder": ", ".join(map(str, self.runs.values())),
             "is_full": len(places) >= safe_files.MOST_RUNS,
-            "facts": {"runs": len(places), "running": states["running"], "completed": states["completed"],
-                      "stopped": states["stopped"],
+            "facts": {"runs": len(places) + len(starting), "running": states["running"],
+                      "completed": states["completed"], "stopped": states["stopped"],
                       "failed or died": sum(n for word, n in states.items() if word not in STATES)},
             "federations": self._members.all(),
             "logs": [(name, log_verdict(self.later, file)) for name, file in self._log_files().items()],
         }  # fmt: skip
         return PageView("home.html", "Runs", about)
+
+    def _starting(self, places: Sequence[RunLocation]) -> list[list[object]]:
+        """Return a row for each run that Flower has and that has written no folder yet."""
+        known = {(self._members.whose(place.federation), safe_files.flower_number(place)) for place in places}
+        return [
+            [*([federation] if self._column() else []), f"number {number}", None, state_badge("starting"),
+             *([None] * 6), f"Flower has it as {status}; it has written no run folder here yet"]
+            for (federation, number), status in self._members.unfinished_runs().items()
+            if (federation, number) not in known
+        ]  # fmt: skip
 
     def _column(self) -> list[str]:
         """Return the heading of the federation column, if there are several federations."""
@@ -252,14 +268,15 @@ class ServerViews:
         failed = [[site, round_, why] for round_, site, why in every]
         total = status.get("rounds") if type(status.get("rounds")) is int else 0
         about = {
-            "run": run, "place": place, "state": state_badge(word), "underway": _now(run, word),
+            "run": run, "place": place, "state": state_badge(word, _left(run, word)), "underway": _now(run, word),
             "word": word if word in STATES else "failed",
             "last": per_site.last_attempt(run), "last_table": disclosure_section.last_attempt(run),
             "reason": sanitize(status.get("reason") or "", 1000), "total": total,
             "task": config.get("task.name", "unknown task"), "model": config.get("task.model", "?"),
             "attacked": audit_section.findings_in_words(place.folder),
             "report": page_link(self.base, ("runs", place.key, "report"), "Full report of this run"),
-            "facts": {"rounds done": f"{run.rounds_done} of {plain_number(status.get('rounds', '?'))}",
+            "facts": {"protection": protection(run),
+                      "rounds done": f"{run.rounds_done} of {plain_number(status.get('rounds', '?'))}",
                       "test loss": run.final.get("loss"), "upload bytes": run.upload_bytes,
                       "download bytes": run.download_bytes, "seconds in rounds": round(run.seconds, 1)},
             "charts": [one for one in charts if one],
@@ -275,6 +292,11 @@ class ServerViews:
             "privacy": self._privacy(place, run),
         }  # fmt: skip
         return PageView("run.html", f"Run {place.key}", about)
+
+
+def _left(run: RunView, word: str) -> str:
+    """Return how many sites are left in a run that goes on or has completed; "" if all are."""
+    return per_site.sites_left(run) if word in ("running", "completed") else ""
 
 
 def _now(run: RunView, word: str) -> str:

@@ -18,6 +18,7 @@ from fedveil.console.runs.ledger_summary import (
     ledger_standing,
 )
 from fedveil.console.runs.site_notes import noted_federation
+from fedveil.console.runs.site_permissions import read_permissions
 from fedveil.console.runs.workers import WorkerStatus, last_failures, last_row_counts, list_workers
 from fedveil.console.web import safe_files
 from fedveil.console.web.background import BackgroundQueries, CachedAnswer
@@ -74,7 +75,8 @@ class SiteViews:
             does = [*(_where(worker) for worker in self._workers()[0]), *silent]
             turns = self.state_dir.expanduser().glob("workers/*/turns.jsonl")
             files = [self._log, *ledger_files(self.state_dir), *turns]
-            self._state = (time.monotonic(), page_digest((does, safe_files.file_stamps(files), self.later.answered)))
+            seen = safe_files.file_stamps(files), self.later.answered, read_permissions(self.state_dir, self.policy)
+            self._state = (time.monotonic(), page_digest((does, seen)))
         return self._state[1]
 
     @property
@@ -101,7 +103,7 @@ class SiteViews:
             "ledger_why": _ledger_note(standing) if standing else "",
             "untimed": UNTIMED if ledger and ledger.poisson else "",
             "unbounded": ledger is not None and ledger.budget.epsilon == math.inf,
-            "heard": self._heartbeats(),
+            "heard": self._heartbeats(), "permitted": read_permissions(self.state_dir, self.policy),
             "workers": [_row(worker) for worker in doing], "workers_why": why,
             "failures": last_failures(self.state_dir), "rows": last_row_counts(self.state_dir),
         }  # fmt: skip

@@ -5,7 +5,8 @@
         authorization: {credentials_file: /srv/pilot/runs/prometheus.token}
         static_configs: [{targets: ["127.0.0.1:9464"]}]
 
-Gauges have the last attempt's metrics; `fedveil_..._total` counts all attempts since the ServerApp started.
+Gauges have the last attempt's metrics; `fedveil_..._total` counts all attempts since the ServerApp started. OpenMetrics
+gives a counter and its gauge one family name without "_total", so such a gauge is called `fedveil_attempt_...`.
 Every user of a machine can reach its loopback, so a scrape without the token gets 401. The token is a file in
 run.dir that only its owner can read, and it stays for later runs. The endpoint serves one connection at a time and
 closes it after 5 s of silence. A client that holds the connection delays a scrape, never a round.
@@ -107,10 +108,11 @@ class PrometheusSink:
         self, kind: Callable[..., Any], words: str, figures: Iterable[tuple[str, Labels, float]]
     ) -> Iterator[Metric]:
         by_name: dict[str, Any] = {}
-        suffix = "" if kind.__name__.startswith("Gauge") else "_total"
+        is_gauge = kind.__name__.startswith("Gauge")
         for name, labels, value in figures:
             names = ["run", *(label for label, _ in labels)]
-            family = by_name.setdefault(name, kind(f"fedveil_{name}{suffix}", f"{name}, {words}", labels=names))
+            prefix = "fedveil_attempt" if is_gauge and name in _COUNTED else "fedveil"
+            family = by_name.setdefault(name, kind(f"{prefix}_{name}", f"{name}, {words}", labels=names))
             family.add_metric([self._run, *(text for _, text in labels)], value)
         yield from by_name.values()
 

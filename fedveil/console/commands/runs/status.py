@@ -15,6 +15,7 @@ from typing import Any
 from fedveil.console.provisioning.federation_folder import SiteRegistry
 from fedveil.console.provisioning.online_status import absent_members
 from fedveil.console.provisioning.refused_calls import read_refused_calls
+from fedveil.console.runs.per_site import sites_left
 from fedveil.console.runs.progress_bar import round_underway
 from fedveil.console.runs.run_follower import wait_for_sites
 from fedveil.console.runs.run_reader import load_run
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder",
         type=Path,
         nargs="?",
-        help="run.dir of the runs; default: runs, within --federation if it exists there",
+        help="run.dir of the runs; default: runs, within --federation if given",
     )
     parser.add_argument(
         "--federation", type=Path, metavar="FOLDER", help="the folder made by fedveil provision: shows its sites too"
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return 0, or 1 if a run failed, went silent or cannot be read, or if a registered site is not online."""
     own = args.federation / "runs" if args.federation else Path("runs")
-    lines, well = runs_table(args.folder or (own if own.is_dir() else Path("runs")))
+    lines, well = runs_table(args.folder or own)
     lines = [wait_for_sites(line, args.federation.absolute()) for line in lines] if args.federation else lines
     print("\n".join(lines), flush=True)  # before querying Flower, which may fail
     if args.federation:
@@ -73,6 +74,8 @@ def runs_table(folder: Path, now: float | None = None) -> tuple[list[str], bool]
         done = f"{run_view.rounds_done}/{sanitize(run_view.status.get('rounds', '?'), 20)} rounds"
         why = run_view.status.get("reason") or _last_failures(run_view.attempts) or run_view.of_round
         why = _silent(quiet) if state == "silent" else sanitize(why)
+        if state in ("running", "completed") and (left := sites_left(run_view)):
+            why = f"{left}; {why}" if why else left
         if state == "running" and (now_at := round_underway(file.parent)):
             why = f"{now_at}; last attempt: {why}" if why else now_at
         lines.append(f"{name:<24} {state:<10} {done:<14} {why}".rstrip())

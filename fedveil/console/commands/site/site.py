@@ -22,6 +22,7 @@ from fedveil.console.runs.dataset_cache import list_cached_datasets
 from fedveil.console.runs.ledger_summary import ledger_lines
 from fedveil.console.runs.retained_state import list_retained, offer_purge, purge_line
 from fedveil.console.runs.secagg_summary import secagg_of_site
+from fedveil.console.runs.site_permissions import read_permissions
 from fedveil.console.runs.workers import describe_worker, follow_worker, last_failures, list_workers
 from fedveil.console.terminal import make_console
 from fedveil.encrypted_files import FileSeal, make_key
@@ -289,6 +290,7 @@ def _status(args: argparse.Namespace) -> int:
     workers = list_workers(args.state_dir)
     for name, said in last_heartbeat.describe_sites(args.state_dir).items():
         print(f"site {sanitize(name, 80)}: {said}")
+    print(read_permissions(args.state_dir, args.policy).words)
     for run in [run for run in list_retained(args.state_dir) if run.bytes]:
         print(purge_line(run))
         for words in secagg_of_site(args.state_dir, run, args.policy, args.key_file):

@@ -11,7 +11,7 @@ from fedveil.console.web.report.line_chart import COLOURS, INK, draw_curves
 from fedveil.sanitize import sanitize
 
 MOST_ROWS = 24
-_WON, _LOST, _OPEN = COLOURS[5], COLOURS[0], "#8a8a8a"
+_WON, _LOST, _OPEN, _UNDECIDED = COLOURS[5], COLOURS[0], "#8a8a8a", INK
 _NAME = 26  # characters
 _BANDS, _LEAST_BAND = {_LOST: 0.3, _WON: 0.6}, 0.012  # a band's opacity, and its minimum visible width
 
@@ -51,9 +51,9 @@ def forest_svg(found: Sequence[AttackFinding], name: str, most: int = MOST_ROWS)
             for f in own:
                 y += 1
                 value, low, high = f.auroc
-                colour = (_WON if f.verdict == "above" else _LOST) if usable else _OPEN
+                colour, marker, fill = _look(f, usable)
                 axes.plot((low, high), (y, y), color=colour, linewidth=1.6)
-                axes.plot((value,), (y,), color=colour, marker="o" if usable else "x", markersize=4.5)
+                axes.plot((value,), (y,), color=colour, marker=marker, markersize=4.5, markerfacecolor=fill)
                 ticks.append((y, _short(f.model)))
             y += 1
         axes.axvline(0.5, color=INK, alpha=0.5, linewidth=0.8, linestyle="--")
@@ -69,11 +69,36 @@ def forest_caption(found: Sequence[AttackFinding], most: int = MOST_ROWS) -> str
     """Describe the plot, and the number of findings that appear only in the table."""
     about = sum(f.kind == "about the run" for f in found)
     left = f" The plot shows the {most} strongest of {about} findings; the table has all." if about > most else ""
+    named = list(dict.fromkeys(f.attack for f in forest_rows(found, most)))
+    overlap = [attack for attack in named if _bands_overlap(found, attack)]
+    touching = (
+        f" Where the bands overlap ({', '.join(map(_short, overlap))}), the attack barely tells its own controls "
+        "apart, so a row between them says little."
+        if overlap
+        else ""
+    )
     return (
         "Each row is an attack on a model, with its 95 % interval. Blue band: the attack on models that never saw the "
-        "examples, where it must lose. Orange band: on models that memorized them, where it must win. An orange row "
-        f"shows membership, a blue one does not. A gray cross proves nothing: a control failed.{left}"
+        "examples, where it must lose. Orange band: on models that memorized them, where it must win. A filled orange "
+        "dot shows membership. A hollow dot with its interval above 0.5 is not decided after correction for all "
+        "attacks. A blue dot is not told apart from guessing here, which proves no safety. A gray cross proves "
+        f"nothing: a control failed.{touching}{left}"
     )
+
+
+def _look(f: AttackFinding, is_usable: bool) -> tuple[str, str, str]:
+    """Return color, marker and fill of a finding: shown, above 0.5 but not decided, not told apart, or void."""
+    if not is_usable:
+        return _OPEN, "x", _OPEN
+    if f.verdict == "above":
+        return _WON, "o", _WON
+    return (_UNDECIDED, "o", "none") if f.auroc[1] > 0.5 else (_LOST, "o", _LOST)
+
+
+def _bands_overlap(found: Sequence[AttackFinding], attack: str) -> bool:
+    """Return whether the intervals of the controls to lose reach those of the controls to win."""
+    lost, won = verdict.to_lose(found, attack), _to_win(found, attack)
+    return bool(lost and won) and max(f.auroc[2] for f in lost) >= min(f.auroc[1] for f in won)
 
 
 def _to_win(found: Sequence[AttackFinding], attack: str) -> list[AttackFinding]:

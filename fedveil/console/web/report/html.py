@@ -14,8 +14,8 @@ from fedveil.sanitize import sanitize
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881;
   --mute: color-mix(in srgb, currentColor 65%, transparent);
-  --good: #1a7f4b; --bad: #c0392b; }
-@media (prefers-color-scheme: dark) { :root { --good: #4cc38a; --bad: #ff7b6b; } }
+  --good: #1a7f4b; --warn: #8a5a00; --bad: #c0392b; }
+@media (prefers-color-scheme: dark) { :root { --good: #4cc38a; --warn: #e3b341; --bad: #ff7b6b; } }
 body { font: 15px/1.55 system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; max-width: 74rem; margin: 0 auto;
   padding: 2.2rem 1.4rem 4rem; }
 h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 .3rem; } h2 { font-size: 1.25rem; margin: 2.6rem 0 .6rem; }
@@ -37,7 +37,8 @@ figure { margin: 0; } figure svg { width: 100%; height: auto; } .figures figure,
 .verdict { font-size: 1.12rem; font-weight: 600; } li, p, h1, h3 { overflow-wrap: anywhere; }
 .wide td:not(.n) { min-width: 4.5rem; }
 .tag { display: inline-block; padding: .05rem .55rem; border-radius: 1rem; border: 1px solid; font-size: .82rem; }
-.completed { color: var(--good); } .failed { color: var(--bad); } .plain { color: inherit; }
+.completed { color: var(--good); } .partial { color: var(--warn); }
+.failed { color: var(--bad); } .plain { color: inherit; }
 .wait { border-left: 4px solid var(--line); background: var(--soft); padding: .6rem .9rem; }
 .alert { border-left: 4px solid var(--bad); background: var(--soft); padding: .6rem .9rem; margin: .8rem 0; }
 details { margin: .5rem 0; } summary { cursor: pointer; padding: .2rem 0; }
@@ -52,6 +53,13 @@ td code { overflow-wrap: anywhere; } ul { padding-left: 1.2rem; max-width: 60rem
   .wide td::before { content: attr(data-label); float: left; margin-left: -8.6rem; width: 8.2rem; color: var(--mute);
     font-size: .85rem; } .wide td:empty { display: none; }
   .texts td { padding-left: .6rem; } .texts td::before { float: none; margin: 0; display: block; width: auto; } }
+@media print { /* on paper nothing scrolls or unfolds: tables fit the page, and folded parts are open */
+  body { max-width: none; padding: 0; font-size: 10pt; } .wide { overflow: visible; background: none; }
+  table { font-size: 7.5pt; table-layout: auto; } th, td { padding: .2rem .25rem; overflow-wrap: anywhere; }
+  .wide td:not(.n) { min-width: 0; } .n { white-space: normal; } td.n { white-space: nowrap; } th { hyphens: auto; }
+  details::details-content { content-visibility: visible !important; display: block !important;
+    height: auto !important; }
+  tr, figure, .tag { break-inside: avoid; } h2, h3 { break-after: avoid; } summary { list-style: none; } }
 """
 
 

@@ -9,16 +9,26 @@ from pathlib import Path
 from fedveil.console.run_config_args import flatten_config
 from fedveil.console.runs import disclosure, per_site, privacy_statements, sample_texts, secagg_summary
 from fedveil.console.runs.run_reader import Row, RunView
-from fedveil.console.runs.summary import is_unchanged, metric_names, protected_method, run_label, upload_ratio
+from fedveil.console.runs.summary import (
+    baseline_of,
+    different_scoring,
+    is_unchanged,
+    metric_names,
+    protection,
+    run_label,
+    upload_ratio,
+)
 from fedveil.console.web.report import audit_section, disclosure_section, tradeoff, tradeoff_plot
 from fedveil.console.web.report import html as page
 from fedveil.console.web.report.html import Html, html_details, html_list, html_table, html_tag, join_markup
 from fedveil.console.web.report.line_chart import ChartCurve, curves_svg
+from fedveil.sanitize import sanitize
 
 SUMMARY_NOTE = (
     "Quality: the server's model on the server's own test data, last value. Test loss is cross-entropy per token, "
     "lower is better; for the text metrics, higher is better. Bytes: whole messages, including refused ones. Seconds: "
-    "all rounds, without scoring on the server. Upload / FedAvg: relative to a FedAvg run of equal rounds, if present."
+    "all rounds, without scoring on the server. Upload / FedAvg: relative to the first run here of FedAvg without "
+    "protection that has as many rounds, if any."
 )
 _HEADLINE = "FedVeil: what an attacker learns, and what protection costs"
 _PURPOSE = "A model trained across sites that keep their examples: its quality, its cost, and what was disclosed."
@@ -58,6 +68,7 @@ def run_page_body(runs: Sequence[RunView], missing: Mapping[str, str] | None = N
     lead = f"{_named(runs)}. {_lead(runs)}" if gained else _lead(runs)
     parts: list[object] = [html_tag("h1", _HEADLINE if gained else _title(runs)), html_tag("p", lead, "lead")]
     parts += [_alert(run) for run in runs if run.status.get("state") != "completed"]
+    parts += [html_tag("p", f"{run.name}: {gone}", "alert") for run in runs if (gone := _gone(run))]
     parts += [html_tag("p", _resumed(run, row), "note") for run in runs for row in run.resumes]
     parts += [html_tag("p", _chosen(run), "note") for run in runs if run.of_round]
     parts += [html_tag("p", f"{run.name}: {same}.", "note") for run in runs if (same := is_unchanged(run))]
@@ -134,6 +145,13 @@ def _alert(run: RunView) -> Html:
     )
 
 
+def _gone(run: RunView) -> str:
+    """Name the sites that the last rounds lack; "" if there are none."""
+    absent = per_site.absent_since(run)
+    names = ", ".join(f"{sanitize(site, 80)} since round {round_}" for site, round_ in absent.items())
+    return f"the model has no upload of {names}." if absent else ""
+
+
 def _chosen(run: RunView) -> str:
     """Describe what the scores decided: when the run ended, and with which model."""
     why = str(run.status.get("reason") or "") if run.status.get("state") == "completed" else ""
@@ -153,6 +171,7 @@ def _summary(runs: Sequence[RunView]) -> Html:
     head = [
         "run",
         "method",
+        "protection",
         "adapter",
         "state",
         "rounds",
@@ -164,21 +183,37 @@ def _summary(runs: Sequence[RunView]) -> Html:
     ]
     rows = []
     for run in runs:
-        state = str(run.status.get("state", "unknown"))
         quality = [run.final.get(name) for name in metrics]
         totals = [run.upload_bytes, run.download_bytes, upload_ratio(run, runs), round(run.seconds, 1)]
         rows.append(
             [
                 run.name,
-                protected_method(run),
+                run.method,
+                protection(run),
                 run.adapter_weights,
-                html_tag("span", state, f"tag {state}"),
+                _state(run),
                 run.rounds_done,
                 *quality,
                 *totals,
             ]
         )
-    return join_markup([html_table(head, rows), html_tag("p", SUMMARY_NOTE, "note")])
+    unlike = different_scoring(runs)
+    baselines = sorted({base.name for run in runs if (base := baseline_of(run, runs))})
+    named = f" Here that is {', '.join(baselines)}." if baselines else ""
+    return join_markup(
+        [
+            *([html_tag("p", unlike, "alert")] if unlike else []),
+            html_table(head, rows),
+            html_tag("p", SUMMARY_NOTE + named, "note"),
+        ]
+    )
+
+
+def _state(run: RunView) -> Html:
+    """Return the run's state as a tag, in amber where sites are missing."""
+    state = str(run.status.get("state", "unknown"))
+    words = per_site.state_with_sites(run, state)
+    return html_tag("span", words, f"tag {state if words == state else 'partial'}")
 
 
 def _figures(runs: Sequence[RunView]) -> Html:

@@ -9,6 +9,7 @@ from fedveil.console.runs import run_reader as runs
 from fedveil.console.runs.run_follower import closing_lines
 from fedveil.console.web.report import run_page as report
 from fedveil.errors import StateError
+from tests.fedveil.console.conftest import write_run
 
 # By hand: 2 layers, fp32, A 8 x 192 and B 576 x 8, 613 bytes around them. FedAvg: 11 uploads of both factors.
 BOTH = 2 * (4 * 8 * 192 + 4 * 576 * 8) + 613
@@ -195,3 +196,42 @@ def test_page_and_lists_say_which_round_was_kept_and_why_the_run_stopped(make_ru
     (folder / "status.json").write_text(json.dumps(status))
     assert "the model is so far that of round 1" in runs.load_run(folder).of_round
     assert listed(folder.parent)[0][0].endswith("stopped early, after round <3>")
+
+
+def _configured(folder, **keys):
+    """The run with these keys of its config, "_" for each "." and "-"."""
+    content = json.loads((folder / "config.json").read_text())
+    content["config"] |= keys
+    (folder / "config.json").write_text(json.dumps(content))
+    return runs.load_run(folder)
+
+
+def test_only_plain_fedavg_is_the_baseline_of_bytes(tmp_path):
+    masked_run = _configured(write_run(tmp_path / "1", "fedavg"), **{"secure.enabled": True, "secure.min-sites": 3})
+    noisy = _configured(
+        write_run(tmp_path / "2", "fedavg"), **{"dp.noise-multiplier": 1.0, "dp.epsilon": 8.0, "dp.delta": 1e-5}
+    )
+    plain, fedrand = (runs.load_run(write_run(tmp_path / "3", name)) for name in ("fedavg", "fedrand"))
+    every = [masked_run, noisy, plain, fedrand]
+    assert [summary.baseline_of(run, every) for run in every] == [plain] * 4
+    assert summary.upload_ratio(fedrand, [masked_run, noisy, fedrand]) is None
+    assert [summary.protection(run) for run in every] == [
+        "sum of at least 3 sites", "epsilon 8 at delta 1e-05", "none", "none",
+    ]  # fmt: skip
+    both = _configured(masked_run.folder, **{"dp.noise-multiplier": 1.0})
+    assert summary.protection(both) == "sum of at least 3 sites and noise 1.0, no limit on epsilon"
+    page = report.run_page_html([plain, fedrand])
+    assert "Here that is fedavg." in page
+    assert '<th scope="col">protection</th>' in page
+
+
+def test_runs_that_were_not_scored_alike_are_said_to_be(tmp_path):
+    one, other = (runs.load_run(write_run(tmp_path, name)) for name in ("fedavg", "fedrand"))
+    assert summary.different_scoring([one, other]) == ""
+    other = _configured(other.folder, **{"task.evaluation": "other<b>", "evaluate.eval-examples": 8})
+    words = summary.different_scoring([one, other])
+    assert "task.evaluation (fedavg: unset, fedrand: other<b>)" in words
+    assert "evaluate.eval-examples (fedavg: unset, fedrand: 8)" in words
+    page = report.run_page_html([one, other])
+    assert '<p class="alert">Not scored alike' in page
+    assert "other<b>" not in page

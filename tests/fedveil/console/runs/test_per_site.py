@@ -6,7 +6,9 @@ import json
 
 import pytest
 
+from fedveil.console.main import main
 from fedveil.console.runs import per_site
+from fedveil.console.runs.run_follower import closing_lines
 from fedveil.console.runs.run_reader import load_run
 from fedveil.console.web.report import disclosure_section, run_page
 from tests.fedveil.console.conftest import REFUSED_BYTES, SITES, masked
@@ -140,3 +142,59 @@ def test_a_run_that_was_not_attacked_says_so(make_run):
     content["config"]["run.capture-messages"] = True
     (folder / "config.json").write_text(json.dumps(content))
     assert f"<code>fedveil audit {folder}</code>" in run_page.run_page_html([load_run(folder)])
+
+
+def _without(folder, missing):
+    """The run with sites lost in rounds: {round, 0-based: (numbers of those that failed, of those not even asked)}."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        failed, unasked = ([f"site-{n}" for n in numbers] for numbers in missing.get(row["round"], ("", "")))
+        row["accepted"] = [site for site in row.get("accepted", []) if site not in (*failed, *unasked)]
+        row["cohort"] = [site for site in row.get("cohort", []) if site not in unasked]
+        row["failed"] = row.get("failed", {}) | dict.fromkeys(failed, "no reply within 9 s")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_run(folder)
+
+
+@pytest.mark.parametrize(
+    "missing,absent,words",
+    [
+        ({}, {}, ""),  # site-1 failed in round 2 and came back
+        ({1: ("3", ""), 2: ("", "3")}, {"site-3": 2}, "3 of 4 sites since round 2"),
+        ({2: ("03", "")}, {"site-0": 3, "site-3": 3}, "2 of 4 sites since round 3"),
+        ({1: ("0", ""), 2: ("01", "")}, {"site-0": 2, "site-1": 2}, "2 of 4 sites since round 2"),
+        ({0: ("3", ""), 1: ("3", "")}, {}, ""),
+    ],
+)
+def test_sites_that_the_last_rounds_lack_are_counted(make_run, missing, absent, words):
+    run = _without(make_run(), missing)
+    assert per_site.absent_since(run) == absent
+    assert per_site.sites_left(run) == words
+    assert per_site.state_with_sites(run, "completed") == (f"completed, {words}" if words else "completed")
+    assert per_site.state_with_sites(run, "failed") == "failed"
+
+
+def test_a_site_that_was_not_drawn_is_not_lost(make_run):
+    folder = make_run()
+    run = _without(folder, {2: ("", "3")})
+    assert per_site.absent_since(run) == {"site-3": 3}
+    config = json.loads((folder / "config.json").read_text())
+    config["config"]["cohort.fraction"] = 0.5
+    (folder / "config.json").write_text(json.dumps(config))
+    assert per_site.absent_since(load_run(folder)) == {}
+    assert per_site.absent_since(_without(folder, {2: ("3", "")})) == {"site-3": 3}
+
+
+def test_a_run_that_lost_a_site_is_no_plain_completed_run_anywhere(make_run, capsys):
+    run = _without(make_run(), {1: ("3", ""), 2: ("3", "")})
+    words = "3 of 4 sites since round 2"
+    tag = f'<span class="tag partial">completed, {words}</span>'
+    page = run_page.run_page_html([run])
+    assert tag in page
+    assert "the model has no upload of site-3 since round 2." in page
+    client = opened(run.folder.parent)
+    assert tag in client.get(f"{client.base}/").text
+    assert tag in client.get(f"{client.base}/runs/{run.name}").text
+    assert main(["status", str(run.folder.parent)]) == 0
+    assert words in capsys.readouterr().out
+    assert f"sites: {words}" in closing_lines(run.folder)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -158,6 +159,23 @@ def test_the_report_of_a_demo_fits_and_is_readable(page, made_arms, tmp_path, sc
     assert page.evaluate(SMALL_TARGETS) == []
     if folder := os.environ.get("FEDVEIL_PICTURES"):
         page.screenshot(path=Path(folder) / f"demo-{scheme}-{width}.png", full_page=True)
+
+
+def test_on_paper_a_report_keeps_every_column_and_folded_part(page, made_arms, tmp_path):  # noqa: F811
+    """What the PDF says is what the page says, the folded tables too."""
+    reader = pytest.importorskip("pypdf", reason="python -m pip install pypdf==7.1.1")
+    file, paper = tmp_path / "report.html", tmp_path / "report.pdf"
+    made_arms()
+    runs = [load_run(tmp_path / "demo-0" / name) for name in ("fedavg", "fedavg-secure", "fedavg-dp")]
+    file.write_text(run_page.run_page_html(runs))
+    page.goto(file.as_uri())
+    cells = page.evaluate("[...document.querySelectorAll('td, th')].map((one) => one.textContent)")
+    page.pdf(path=paper, format="A4")
+    shown = "".join(part.extract_text() for part in reader.PdfReader(paper).pages)
+    words = {word for cell in cells for word in cell.split() if word.isascii() and word.isalnum() and len(word) > 2}
+    lost = sorted(word for word in words if word not in re.sub(r"\s+", "", shown) and word not in shown)
+    assert len(words) > 50
+    assert lost == []
 
 
 def test_a_run_that_goes_on_is_followed_and_what_was_open_stays_open(serve, page, tmp_path):

@@ -44,6 +44,7 @@ class Flower:
     """Answers as Flower's command line, for one folder."""
 
     says: object = {"11": "online", "22": "offline"}
+    unfinished: object = {}
     asked = 0
 
     def __init__(self, home) -> None:
@@ -55,6 +56,9 @@ class Flower:
         if isinstance(self.says, Exception):
             raise self.says
         return self.says
+
+    def unfinished_runs(self) -> dict[str, str]:
+        return self.unfinished
 
 
 @pytest.fixture
@@ -118,7 +122,7 @@ def test_a_page_that_nobody_watched_gives_no_advice_from_an_old_answer(pilot, ru
     flower.setattr(federations, "_ANSWER_FLOWER", 0.05)
     text = client.get(f"{client.base}/").text
     assert re.search(r"As of \d\d:\d\d:\d\d UTC; asking Flower\.", text)
-    assert rows(text)["south"].split()[:2] == ["not", "known"]
+    assert rows(text)["south"].split()[:2] == ["being", "asked"]
     assert "members sync" not in text
 
 
@@ -224,7 +228,49 @@ def test_two_federations_of_one_name_are_called_apart_and_one_twice_is_one(pilot
 def test_runs_that_come_later_are_looked_for_where_they_will_be(pilot, tmp_path):
     other = provisioned(tmp_path / "elsewhere", "trial")
     names = {"pilot": pilot, "trial": other}
-    assert run_folders(None, names) == {"": Path("runs")}
+    assert run_folders(None, {"pilot": pilot}) == {"": pilot / "runs"}  # and no other folder's ./runs
+    assert run_folders(None, names) == {"pilot": pilot / "runs", "trial": other / "runs"}
     (other / "runs").mkdir()
     assert run_folders(None, names) == {"pilot": pilot / "runs", "trial": other / "runs"}
     assert run_folders(None, {}) == {"": Path("runs")}
+
+
+def test_a_dashboard_that_was_opened_first_shows_the_first_run(pilot, flower, tmp_path, monkeypatch):
+    write_run(tmp_path / "elsewhere" / "runs", "fedavg")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    client = opened(None, pilot)
+    assert "No runs yet." in client.get(f"{client.base}/").text
+    write_run(pilot / "runs", "fedrand")
+    text = client.get(f"{client.base}/").text
+    assert ">fedrand</a>" in text
+    assert ">fedavg</a>" not in text
+
+
+def test_a_run_that_flower_has_and_that_has_no_folder_yet_is_starting(pilot, flower):
+    flower.setattr(Flower, "unfinished", {"271": "pending", "828": "running"})
+    run = write_run(pilot / "runs", "fedrand", state="running")
+    (run / "flower-run").write_text("828\n")
+    client = opened(None, pilot)
+    text = client.get(f"{client.base}/").text
+    assert re.search(r'number 271</td>.*?<span class="tag plain">starting</span>.*?Flower has it as pending', text)
+    assert "number 828" not in text
+    (run / "flower-run").write_text("271\n")
+    text = client.get(f"{client.base}/").text
+    assert "number 271" not in text
+    assert "number 828" in text
+
+
+def test_a_site_under_check_is_gray_and_not_red(pilot, flower, monkeypatch):
+    """An answer that is old while the next one is asked for says nothing of a site that came since."""
+    monkeypatch.setattr(federations, "_ANSWER_FLOWER", 0.0)
+    monkeypatch.setattr(Flower, "nodes", lambda self: time.sleep(2))
+    client = opened(None, pilot)
+    text = client.get(f"{client.base}/").text
+    assert '<span class="tag plain">being asked</span>' in text
+    assert '<span class="tag failed">' not in rows_html(text, "north")
+
+
+def rows_html(text: str, site: str) -> str:
+    found = re.search(rf'<tr><td data-label="site">{site}</td>.*?</tr>', text)
+    assert found
+    return found[0]

@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from fedveil.console.web import safe_files
+from fedveil.console.web.components import format_duration
 from fedveil.console.web.report import disclosure_section
 from fedveil.records import audit_log, process_exit
 from tests.fedveil.console.conftest import REFUSED_BYTES, unscored, write_run
@@ -78,10 +79,10 @@ def test_every_page_is_linked_whole_and_within_the_policy(runs):
         is_whole(text)
 
 
-def test_the_list_of_runs_has_when_each_began_and_ended(runs):
+def test_the_list_of_runs_has_when_each_began_and_how_long_it_lasted(runs):
     client = opened(runs)
     text = client.get(f"{client.base}/").text
-    assert text.count('<td data-label="ended (UTC)"><time datetime="2026-01-02T05:06:07+00:00">') == 3
+    assert text.count('<td data-label="lasted">2 h 2 min</td>') == 3
     assert text.count('<td data-label="started (UTC)"><time datetime="2026-01-02T03:04:05+00:00">') == 3
 
 
@@ -315,3 +316,19 @@ def test_a_run_that_was_told_to_end_is_stopped_and_no_failure(runs):
 def test_no_run_is_no_error(tmp_path):
     client = opened(tmp_path / "none")
     assert "No runs yet" in client.get(f"{client.base}/").text
+
+
+@pytest.mark.parametrize(
+    "started,ended,words",
+    [
+        ("2026-01-02T03:04:05+00:00", "2026-01-02T03:04:45+00:00", "40 s"),
+        ("2026-01-02T03:04:05+00:00", "2026-01-02T05:06:07+00:00", "2 h 2 min"),
+        ("2026-01-02T03:04:05+00:00", "2026-01-05T04:04:05+00:00", "3 d 1 h"),
+        ("2026-01-02T03:04:05+01:00", "2026-01-02T02:05:07+00:00", "1 min 2 s"),
+        ("2026-01-02T03:04:05", "2026-01-02T02:05:07+00:00", ""),  # no zone beside one
+        ("<b>", "2026-01-02T02:05:07+00:00", ""),
+        (None, None, ""),
+    ],
+)
+def test_a_duration_is_read_or_left_out(started, ended, words):
+    assert format_duration(started, ended) == words

@@ -176,3 +176,39 @@ def test_a_site_that_the_server_does_not_hear_is_shown_so_and_one_that_it_hears_
     main(["site", "status", "--state-dir", str(state)])
     assert re.search(r"^site north: not heard by the server since [\d:]{8}$", capsys.readouterr().out, re.MULTILINE)
     assert site_views.SiteViews(state).state() != before  # so an open page shows it
+
+
+def test_what_the_site_permits_stands_first(state, tmp_path, capsys):
+    policy = tmp_path / "policy.toml"
+    policy.write_text('methods = ["fedrand"]\nmax-epsilon = 8.0\n[permits]\n"train.batch-size" = 16\n')
+    (state / "north.toml").write_text(f'site = "north"\npolicy = "{policy}"\n')
+    text = home(opened_site(state))
+    assert f"The policy {policy} is in force: 3 keys." in text
+    assert text.index("is in force") < text.index("What this site sent")
+    assert "[&#x27;fedrand&#x27;]" in text
+    assert '<td data-label="key">permits train.batch-size</td>' in text
+    assert "then change the policy" in text
+    main(["site", "status", "--state-dir", str(state)])
+    assert f"The policy {policy} is in force: 3 keys." in capsys.readouterr().out
+
+
+def test_a_site_that_permits_everything_says_so_and_no_policy_is_advised(state, capsys):
+    (state / "north.toml").write_text('site = "north"\n')
+    text = home(opened_site(state))
+    assert '<p class="alert">This site permits everything: it was started with --permit-everything' in text
+    assert "then change the policy" not in text
+    main(["site", "status", "--state-dir", str(state)])
+    assert "This site permits everything" in capsys.readouterr().out
+
+
+def test_a_policy_that_cannot_be_read_is_no_permission(state, tmp_path):
+    (state / "north.toml").write_text(f'site = "north"\npolicy = "{tmp_path / "none.toml"}"\n')
+    text = home(opened_site(state))
+    assert "expected a readable policy file, found none" in text
+    assert "Until then it refuses every run." in text
+    assert "permits everything" not in text
+
+
+def test_without_a_note_of_a_start_nothing_is_said_to_be_permitted(state):
+    text = home(opened_site(state))
+    assert '<p class="wait">What this site permits is not known here' in text

@@ -65,11 +65,11 @@ def test_the_parser_reads_every_figure_and_a_site_s_words_are_a_label(sink, port
     assert scraped(port, tmp_path) == {
         ("fedveil_rounds", run): 4,
         ("fedveil_seconds", run): 2.5,
-        ("fedveil_upload_bytes", run): 700,
+        ("fedveil_attempt_upload_bytes", run): 700,
         ("fedveil_upload_bytes_total", run): 1400,
         ("fedveil_score", ("metric", "loss"), run, ("view", "server")): 1.25,
         ("fedveil_site_loss_trained", run, north): 0.75,
-        ("fedveil_site_upload_bytes", run, north): 400,
+        ("fedveil_attempt_site_upload_bytes", run, north): 400,
         ("fedveil_site_upload_bytes_total", run, north): 800,
         ("fedveil_site_failed", ("reason", HOSTILE), run, ("site", "south")): 1,
     }
@@ -135,3 +135,19 @@ def test_a_token_that_others_may_know_or_guess_is_refused(tmp_path, mode, text):
     file.chmod(mode)
     with pytest.raises(StateError, match="expected a token of at least 32 characters that only its owner can read"):
         prometheus.read_token(tmp_path)
+
+
+def test_the_page_is_valid_openmetrics(sink, port, tmp_path):
+    """The stricter parser refuses a counter and a gauge of one family."""
+    from prometheus_client.openmetrics.parser import text_string_to_metric_families as strict_families
+
+    sink.write(TOLD)
+    link = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    token = (tmp_path / prometheus.TOKEN).read_text()
+    accepted = "application/openmetrics-text; version=1.0.0"
+    link.request("GET", "/metrics", headers={"Authorization": f"Bearer {token}", "Accept": accepted})
+    answer = link.getresponse()
+    assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+    families = list(strict_families(answer.read().decode()))
+    assert len({family.name for family in families}) == len(families)
+    assert {"fedveil_upload_bytes", "fedveil_attempt_upload_bytes"} <= {family.name for family in families}

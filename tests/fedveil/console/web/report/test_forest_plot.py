@@ -62,3 +62,21 @@ def test_it_has_a_text_alternative_and_no_colour_of_its_own_for_text():
 
 def test_without_a_finding_about_the_run_there_is_no_plot():
     assert forest_plot.forest_svg(controlled(), "r") == ""
+
+
+def test_four_looks_tell_shown_undecided_not_told_apart_and_void():
+    shown, undecided, apart = found("a", 0.8, "above"), found("b", 0.6, "contains"), found("c", 0.5, "contains")
+    looks = [forest_plot._look(f, True) for f in (shown, undecided, apart)] + [forest_plot._look(shown, False)]
+    assert len(set(looks)) == 4
+    assert undecided.auroc[1] > 0.5
+    assert looks[1][2] == "none"  # hollow
+    caption = forest_plot.forest_caption(controlled(shown, undecided, apart))
+    for words in ("hollow dot with its interval above 0.5 is not decided", "which proves no safety"):
+        assert words in caption
+
+
+def test_controls_that_overlap_are_named():
+    far = controlled(found("a", 0.8, "above"))
+    near = [*far[1:], found("overfitted FedAvg", 0.6, "above", half=0.06)]
+    assert "bands overlap" not in forest_plot.forest_caption(far)
+    assert "Where the bands overlap (alignment)" in forest_plot.forest_caption(near)
