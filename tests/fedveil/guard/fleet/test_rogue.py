@@ -33,6 +33,7 @@ from tests.fedveil.guard.fleet.rogue import (
     SITES,
     SOUTH,
     AnswerError,
+    Call,
     Rogue,
     Server,
     answer_honestly,
@@ -47,6 +48,8 @@ KEYS = {bytes([number]): name for number, name in enumerate(SITES)}
 
 class Battle:
     """One sequence. `problems` is what an operator would have to bear."""
+
+    rounds, calls, patience = ROUNDS, CALLS, 120.0
 
     def __init__(self, seed: int, folder: Path, clean: Path, patch: pytest.MonkeyPatch, guarded: bool = True) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,6 +82,14 @@ class Battle:
         if self.port is not None:
             self.port._hand_over.step = threading.Event().wait
 
+    def caller(self, site: int) -> Call:
+        """Return the function by which a site calls."""
+        return self.call
+
+    def key(self, site: int) -> bytes:
+        """Return the public key of a site."""
+        return bytes([site])
+
     def call(self, name: str, request: Any) -> Any:
         more: dict[str, Any] = {"store": self.state.object_store} if name in fleet_port._WITH_STORE else {}
         if name in ("register_node", "unregister_node") and RELEASE.speaks == "HTTP":
@@ -100,7 +111,7 @@ class Battle:
         """Run the rounds beside the rogue; returns the problems."""
         began = time.monotonic()
         takes_part = self.rng.random() < 0.5
-        for round_ in range(ROUNDS):
+        for round_ in range(self.rounds):
             ids = [self.server.send(round_, site) for site in range(3)]
             rogue = self._rogue(round_, ids[ROGUE])
             if takes_part and round_ == 0:
@@ -110,11 +121,11 @@ class Battle:
                 threading.Thread(target=self._honest, args=(round_, site, ids[site], replies))
                 for site in (NORTH, SOUTH)
             ]
-            threads.append(threading.Thread(target=rogue.act, args=(CALLS // ROUNDS,)))
+            threads.append(threading.Thread(target=rogue.act, args=(self.calls // self.rounds,)))
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(120)
+                thread.join(self.patience)
                 if thread.is_alive():
                     self.problems.append("a call does not end")
                     return self.problems
@@ -137,7 +148,7 @@ class Battle:
             for site in range(3)
         }
         rogue = Rogue(
-            self.rng, self.call, self.nodes[ROGUE], self.run, bytes([ROGUE]), row, trees[ROGUE],
+            self.rng, self.caller(ROGUE), self.nodes[ROGUE], self.run, self.key(ROGUE), row, trees[ROGUE],
             [*trees[NORTH], *trees[SOUTH]],
         )  # fmt: skip
         rogue.foreign_nodes, rogue.foreign_sessions = self.nodes[:2], self.foreign_sessions
@@ -151,7 +162,7 @@ class Battle:
 
     def _honestly(self, round_: int, site: int, instruction: str, sessions: list[str]) -> Any:
         secret = upload(f"secret of {SITES[site]} in round {round_} ".encode() * 50, b"\0" * 700)
-        return answer_honestly(self.call, self.nodes[site], self.run, instruction, secret, sessions)
+        return answer_honestly(self.caller(site), self.nodes[site], self.run, instruction, secret, sessions)
 
     def _judge(self, round_: int, ids: list[str], replies: dict[int, Any], rogue: Rogue) -> None:
         end = time.monotonic() + 30
