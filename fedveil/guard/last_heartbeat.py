@@ -1,7 +1,8 @@
 """Read when the server last answered a site's heartbeat; only this decides whether the site is "online".
 
 The SuperNode sets the mtime of the file named by FEDVEIL_HEARTBEAT_FILE (fedveil/guard/heartbeat.py), which is
-<state-dir>/NAME.heartbeat if `fedveil site start` started it. This module does not import Flower.
+<state-dir>/NAME.heartbeat if `fedveil site start` started it, and /tmp/heartbeat in a container, where the health check
+reads it. This module does not import Flower.
 """
 
 from __future__ import annotations
@@ -25,9 +26,15 @@ def describe_sites(state: Path) -> dict[str, str]:
     """Describe for each site of a state folder, by name, when the server last heard it."""
     said = {}
     for file in sorted(state.expanduser().glob(f"*{SUFFIX}"))[:_MOST_SITES]:
-        if (at := last_answer(file)) is not None:
-            said[file.stem] = describe_silence(file) or f"heard by the server {max(0, round(time.time() - at))} s ago"
+        if answer := describe_answer(file):
+            said[file.stem] = describe_silence(file) or answer
     return said
+
+
+def describe_answer(file: Path) -> str:
+    """Describe how long ago the last heartbeat was answered; return "" if none was recorded."""
+    at = last_answer(file)
+    return "" if at is None else f"heard by the server {max(0, round(time.time() - at))} s ago"
 
 
 def last_answer(file: Path) -> float | None:

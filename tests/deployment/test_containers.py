@@ -11,7 +11,7 @@ import pytest
 from fedveil.console.flower.machine import free_ports
 from fedveil.federation.secagg.adversary_model import DEVIATING
 from tests.conftest import ROOT
-from tests.deployment.engine import FLOWER, IMAGE, Compose, docker, require_engine
+from tests.deployment.engine import FLOWER, IMAGE, Compose, docker, require_engine, until
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(1500)]
 
@@ -193,3 +193,17 @@ def test_the_root_is_read_only_and_the_user_has_no_power(trial):
             docker("inspect", "-f", "{{json .HostConfig.ReadonlyRootfs}}", trial.container(service)).stdout
         )
         assert "CapEff:\t0000000000000000" in trial("exec", "-T", service, "cat", "/proc/1/status").stdout
+
+
+def test_a_site_that_the_server_does_not_hear_says_so_and_that_it_is_heard_again(trial):
+    check = ("exec", "-T", "west-supernode", "fedveil", "doctor", "--heartbeat", "/tmp/heartbeat")
+    network, container = f"{trial.project}_west-fleet", trial.container("west-supernode")
+    assert "heard by the server" in trial(*check).stdout
+    docker("network", "disconnect", network, container)
+    try:
+        until(lambda: trial(*check, check=False).returncode == 1, 150, "75 s without an answer")
+        assert "not heard by the server since" in trial(*check, check=False).stdout
+        assert "running" in docker("inspect", "-f", "{{.State.Status}}", container).stdout  # so nothing else would tell
+    finally:
+        docker("network", "connect", network, container)
+    until(lambda: trial(*check, check=False).returncode == 0, 150, "heard again")

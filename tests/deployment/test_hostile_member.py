@@ -6,6 +6,7 @@ Its SuperNode is stopped, and this test speaks in its place, with its key, over 
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import ssl
 import threading
@@ -52,6 +53,7 @@ RESPONSES = {
     "PullObject": message_pb2.PullObjectResponse, "PushObject": message_pb2.PushObjectResponse,
     "ConfirmMessageReceived": message_pb2.ConfirmMessageReceivedResponse,
 }  # fmt: skip
+SIGNATURE_SECONDS = 30.0  # a signed time is good for 300
 STATUSES = {"PERMISSION_DENIED": 403, "UNAVAILABLE": 503, "INVALID_ARGUMENT": 400, "FAILED_PRECONDITION": 412}
 
 
@@ -60,6 +62,7 @@ class Caller:
 
     def __init__(self, federation: LocalDeployment, site: str) -> None:
         self.federation, self.site = federation, site
+        self._headers: tuple[float, Any] = (-math.inf, None)
         self.key = serialization.load_ssh_private_key(federation._key(site).read_bytes(), None)
         ca, address = federation.folder / "ca.crt", f"127.0.0.1:{federation._fleet_port}"
         self.is_grpc = flower.installed_release().speaks == "gRPC"
@@ -71,24 +74,36 @@ class Caller:
 
     def __call__(self, name: str, request: Any) -> Any:
         method = "".join(word.capitalize() for word in name.split("_"))
-        body = request.SerializeToString()
-        return RESPONSES[method].FromString(self._grpc(method, body) if self.is_grpc else self._http(name, body))
+        return RESPONSES[method].FromString(self.send(name, request.SerializeToString()))
 
-    def _grpc(self, method: str, body: bytes) -> bytes:
+    def send(self, name: str, body: bytes) -> bytes:
+        """Send a body as it is. Raises AnswerError."""
+        method = "".join(word.capitalize() for word in name.split("_"))
+        return self._grpc(method, body) if self.is_grpc else self._http(name, body)
+
+    def headers(self) -> Any:
+        """Return what signs a call; the same for some seconds, for the same key signs them all."""
+        if time.monotonic() - self._headers[0] > SIGNATURE_SECONDS:
+            self._headers = time.monotonic(), self._signed() if self.is_grpc else signed(self.federation, self.site)
+        return self._headers[1]
+
+    def _signed(self) -> list[tuple[str, str | bytes]]:
         stamp = now().isoformat()
-        headers = [
+        return [
             (PUBLIC_KEY_HEADER, public_key_to_bytes(self.key.public_key())), (TIMESTAMP_HEADER, stamp),
             (SIGNATURE_HEADER, sign_message(self.key, stamp.encode())),
         ]  # fmt: skip
+
+    def _grpc(self, method: str, body: bytes) -> bytes:
         try:
             call = self.channel.unary_unary(f"/flwr.proto.Fleet/{method}")
-            return bytes(call(body, metadata=headers, timeout=60))
+            return bytes(call(body, metadata=self.headers(), timeout=60))
         except grpc.RpcError as error:
             raise AnswerError(STATUSES.get(error.code().name, error.code().name)) from None
 
     def _http(self, name: str, body: bytes) -> bytes:
         path = f"/v1/fleet/{name.replace('_', '-')}"
-        answer = self.client.post(path, headers=signed(self.federation, self.site), content=body)
+        answer = self.client.post(path, headers=self.headers(), content=body)
         if answer.status_code != 200:
             raise AnswerError(answer.status_code)
         return answer.content

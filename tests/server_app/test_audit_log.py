@@ -6,6 +6,7 @@ import pytest
 from flwr.app import ConfigRecord
 
 from fedveil.client_app import app as client
+from fedveil.errors import StateError
 from fedveil.records import audit_log
 from fedveil.server_app.run_folder import RunFolder
 from tests.server_app.grid import LocalGrid, use_toy_task
@@ -14,12 +15,12 @@ from tests.server_app.test_flower_strategy import initial, strategy
 ANCHOR = f"4:{'5f' * 32}"
 
 
-def logged(tmp_path, monkeypatch, tamper=None):
+def logged(tmp_path, monkeypatch, tamper=None, name="pilot"):
     task = use_toy_task(monkeypatch)
     (tmp_path / "site-policy.toml").write_text('methods = ["dp_fpl"]')
     grid = LocalGrid(client.app, ["north", "south", "west"], tmp_path / "state", {"run.deterministic": True}, tamper)
     grid.node_config = {"west": {"policy": str(tmp_path / "site-policy.toml")}}
-    folder = RunFolder(tmp_path / "runs" / "pilot")
+    folder = RunFolder(tmp_path / "runs" / name)
     ours = strategy(folder=folder)
     ours.start(grid, initial(task), num_rounds=1)
     return grid, folder, audit_log.read_log(tmp_path / "runs" / audit_log.NAME)
@@ -42,6 +43,23 @@ def test_every_message_and_every_decision_is_a_line(tmp_path, monkeypatch):
     anchors = [audit_log.LogHead.parse(str(m.content.config_records["order"]["log"])) for m in grid.pushed]
     assert [anchor.lines for anchor in anchors] == [1, 2, 3]
     audit_log.verify_log(tmp_path / "runs" / audit_log.NAME, anchors)
+
+
+def test_the_next_runs_first_instruction_is_the_receipt_of_the_last_round(tmp_path, monkeypatch):
+    """So no message needs to follow a run: `order` is signed, and its anchor covers what the runs before accepted."""
+    logged(tmp_path, monkeypatch)
+    file = tmp_path / "runs" / audit_log.NAME
+    before = file.read_bytes().splitlines(keepends=True)
+    grid, _, _ = logged(tmp_path, monkeypatch, name="next")
+    receipt = audit_log.LogHead.parse(str(grid.pushed[0].content.config_records["order"]["log"]))
+    accepted = [number for number, line in enumerate(before) if b'"accepted"' in line]
+    assert len(accepted) == 2
+    assert receipt.lines == len(before) + 1 > max(accepted)
+    audit_log.verify_log(file, [receipt])
+    file.write_bytes(b"".join(before[: max(accepted)]))  # the last acceptance was never written, says the server
+    audit_log.verify_log(file)
+    with pytest.raises(StateError, match="as an anchor records"):
+        audit_log.verify_log(file, [receipt])
 
 
 @pytest.mark.parametrize("said,kept", [(ANCHOR, ANCHOR), ("4:5f", ""), ("x" * 5000, "")])

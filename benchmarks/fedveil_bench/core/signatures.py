@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ from fedveil_bench.process_monitor.usage import classify_program
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 WAYS = {"unsigned": False, "signed": True}
+RATIO = "signed / unsigned"
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return one row for each variant: seconds per round, and CPU seconds of all processes per round.
+    """Return a row for each variant, seconds and CPU seconds of all processes per round, and a row of their ratios.
 
     Raises:
         ConfigError: no launcher, or a run that did not complete.
@@ -50,16 +51,19 @@ def _run(settings: dict[str, Any], options: BenchOptions, signed: bool) -> NoOpR
 
 
 def build_outcome(runs: Mapping[str, Sequence[NoOpRun]], asked: float) -> BenchOutcome:
-    """Return rows and verdicts. `asked`: the most that a signed round may take, as a multiple of an unsigned one."""
+    """Return rows and verdicts. `asked`: the most that a signed round may take, as a multiple of an unsigned one.
+
+    Only the ratios of two runs that followed each other are judged: seconds alone depend on what else the machine did.
+    """
     rows = []
     for name, repeats in runs.items():
         seconds = [second for run in repeats for second in run.seconds]
         cpu = [second for run in repeats for second in run.cpu_seconds]
         metrics = {"seconds_a_round": with_median(seconds), "cpu_seconds_a_round": with_median(cpu)}
         rows.append({"name": name, "rounds": len(seconds), "metrics": metrics})
-    pairs = zip(runs["signed"], runs["unsigned"], strict=True)
-    ratios = [statistics.median(signed.seconds) / statistics.median(unsigned.seconds) for signed, unsigned in pairs]
-    ratio = confidence_interval(ratios)
+    ratio = confidence_interval(_divide_medians(runs, lambda run: run.seconds))
+    cpu_ratio = confidence_interval(_divide_medians(runs, lambda run: run.cpu_seconds))
+    rows.append({"name": RATIO, "metrics": {"seconds_a_round": ratio, "cpu_seconds_a_round": cpu_ratio}})
     payload = runs["signed"][0].payload_bytes
     medians = [statistics.median([s for run in runs[name] for s in run.seconds]) for name in WAYS]
     return BenchOutcome(
@@ -67,6 +71,14 @@ def build_outcome(runs: Mapping[str, Sequence[NoOpRun]], asked: float) -> BenchO
         [
             f"A round that trains nothing, with messages of {payload} bytes, takes {ratio['mean']:.3f} times as long "
             f"with signatures ({ratio['low']:.3f} to {ratio['high']:.3f} over {ratio['n']} pairs of runs; asked: at "
-            f"most {asked:g}: {held_to(ratio, asked)}): medians {medians[1]:.2f} s and {medians[0]:.2f} s."
+            f"most {asked:g}: {held_to(ratio, asked)}): medians {medians[1]:.2f} s and {medians[0]:.2f} s.",
+            f"It takes {cpu_ratio['mean']:.3f} times the CPU seconds of all processes ({cpu_ratio['low']:.3f} to "
+            f"{cpu_ratio['high']:.3f}; asked: at most {asked:g}: {held_to(cpu_ratio, asked)}).",
         ],
     )
+
+
+def _divide_medians(runs: Mapping[str, Sequence[NoOpRun]], values: Callable[[NoOpRun], Sequence[float]]) -> list[float]:
+    """Divide each signed run's median by that of the unsigned run beside it."""
+    pairs = zip(runs["signed"], runs["unsigned"], strict=True)
+    return [statistics.median(values(signed)) / statistics.median(values(unsigned)) for signed, unsigned in pairs]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from fedveil.errors import FedVeilError
-from fedveil.guard import flower
+from fedveil.guard import flower, last_heartbeat
 
 Verdict = Literal["ok", "warn", "fail"]
 _SERVING = b"\x08\x01"  # grpc.health.v1.HealthCheckResponse, status SERVING
@@ -157,6 +157,15 @@ def check_health(address: str) -> CheckResult:
     return CheckResult(
         "health", "ok" if answer == _SERVING else "fail", f"{address}: {'serving' if answer == _SERVING else answer!r}"
     )
+
+
+def check_heartbeat(file: Path) -> CheckResult:
+    """Check that the server answered a heartbeat of this site lately; before the first answer this only warns."""
+    if silence := last_heartbeat.describe_silence(file):
+        return CheckResult("heartbeat", "fail", f"{silence}; the SuperNode keeps retrying: see its log")
+    if last_heartbeat.last_answer(file) is None:
+        return CheckResult("heartbeat", "warn", f"the server has answered no heartbeat yet, or {file} is another's")
+    return CheckResult("heartbeat", "ok", last_heartbeat.describe_answer(file))
 
 
 def check_clock() -> CheckResult:

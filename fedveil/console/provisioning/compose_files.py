@@ -165,6 +165,12 @@ name: fedveil-{project}
       - --port=9094
       - --health-server-address=127.0.0.1:9097
       - --node-config=/kit/containers.toml
+    environment:
+      <<: *environment
+      FEDVEIL_HEARTBEAT_FILE: /tmp/heartbeat
+    healthcheck:              # unhealthy too while the server does not answer this site's heartbeats
+      <<: *health
+      test: [CMD, fedveil, doctor, --health, "127.0.0.1:9097", --heartbeat, /tmp/heartbeat]
     volumes: ["./:/kit:ro", "keys:/keys:ro", "secret:/secret:ro", "node-state:/state"]
     networks: [inside, outside]
     stop_grace_period: 5s

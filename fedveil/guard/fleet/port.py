@@ -21,7 +21,7 @@ an honest SuperNode leave its loop permanently.
 | activate_node, send_node_heartbeat | with an interval of 10 to 60 s; Flower's SuperNode sends 30 | code 2003 |
 | send_node_heartbeat, more often than its rate | answered without asking Flower | |
 | pull_messages | always | more often than its rate: an empty answer |
-| get_run, get_fab | for a run from which the site has an instruction | code 2007 |
+| get_run, get_fab | for a run from which the site has an instruction, and that run's bundle | code 2007 |
 | pull_object | an object of an instruction of this site and run | code 2007 |
 | confirm_message_received | an instruction of this site; the second time without asking Flower | code 2007 |
 | push_messages, push_object | an announced reply and its objects; answered here (staging.py) | code 2007 |
@@ -189,6 +189,9 @@ class FleetPort:
 
     def _get_fab(self, request: Any, state: Any, flower: Flower) -> Any:
         self._require_own_run(request, state)
+        runs = state.get_run_info(run_ids=[request.run_id])
+        if runs and runs[0].fab_hash != request.hash_str:  # Flower refuses it too, but without a line in our log
+            raise FleetCallRefused(RefusalReason.FOREIGN_BUNDLE, request.hash_str)
         return flower()
 
     def _pull_object(self, request: Any, state: Any, flower: Flower) -> Any:

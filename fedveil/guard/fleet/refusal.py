@@ -19,6 +19,7 @@ class RefusalReason(Enum):
 
     HEARTBEAT_INTERVAL = "heartbeat interval out of bounds"
     FOREIGN_RUN = "no instruction of this run for this site"
+    FOREIGN_BUNDLE = "not the bundle of this run"
     FOREIGN_OBJECT = "object belongs to no instruction for this site"
     PULLED_TOO_OFTEN = "object pulled too often"
     FOREIGN_INSTRUCTION = "no open instruction for this site"

@@ -40,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--health", default="", metavar="HOST:PORT", help="query a --health-server-address")
     parser.add_argument(
+        "--heartbeat",
+        type=Path,
+        metavar="FILE",
+        help="at a site: check that the server hears its SuperNode, whose FEDVEIL_HEARTBEAT_FILE this is",
+    )
+    parser.add_argument(
         "--set",
         action="append",
         default=[],
@@ -69,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0, or 1 if a check fails. With --health alone, run only that check."""
+    """Return 0, or 1 if a check fails. With --health or --heartbeat alone, run only these."""
     config = parse_overrides(args.config, args.set)
     if "task.model" not in config and (args.gpu_gb or args.gpus != 1 or args.shard_base or args.tflops or args.rows):
         raise ConfigError(
@@ -87,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
             results.append(checks.run_check(f"certificate {name}", check))
         results.append(checks.run_check("superlink", host_checks.check_superlink))
         results.append(checks.run_check("roster", partial(_registered, args.federation)))
-    if not args.health or args.kit or args.federation:
+    if not (args.health or args.heartbeat) or args.kit or args.federation:
         results += [
             checks.run_check("clock", checks.check_clock),
             checks.run_check("versions", checks.check_versions),
@@ -95,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
         ]
     if args.health:
         results.append(checks.check_health(args.health))
+    if args.heartbeat:
+        results.append(checks.check_heartbeat(args.heartbeat))
     lines: list[str] = []
     longest = _previewed(args, config, results, lines) if config else 0
     plan: list[str] = []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -128,6 +130,21 @@ def test_the_health_check_is_the_standard_one(answer, verdict):
     finally:
         server.stop(None).wait()
     assert checks.check_health(f"127.0.0.1:{port}").text.endswith("UNAVAILABLE")
+
+
+def test_a_site_that_the_server_has_not_heard_for_75_seconds_fails_the_check(tmp_path, capsys):
+    file = tmp_path / "heartbeat"
+    for ago, verdict, words in (
+        (None, "warn", "the server has answered no heartbeat yet"), (3, "ok", "heard by the server 3 s ago"),
+        (70, "ok", "s ago"), (80, "fail", "not heard by the server since"),
+    ):  # fmt: skip
+        if ago is not None:
+            file.touch()
+            os.utime(file, (time.time() - ago,) * 2)
+        assert main(["doctor", "--heartbeat", str(file)]) == (verdict == "fail")
+        (line,) = capsys.readouterr().out.splitlines()  # of no other check
+        assert line.startswith(f"{verdict:<5} heartbeat")
+        assert words in line
 
 
 def test_the_policy_check_warns_of_one_that_names_no_app(tmp_path):

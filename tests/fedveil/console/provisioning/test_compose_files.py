@@ -9,6 +9,7 @@ import yaml
 
 from fedveil.console.provisioning import compose_files
 from fedveil.console.provisioning.federation_folder import FederationFile
+from fedveil.guard import last_heartbeat
 from tests.conftest import ROOT
 
 SITES = ("north", "south", "west")
@@ -49,7 +50,7 @@ def test_every_service_is_locked_down_and_the_same(name):
     assert service["pids_limit"] == SITE["services"]["clientapp"]["pids_limit"] == 1024
     assert SITE["services"]["clientapp"]["mem_limit"] == SERVER["superlink"]["mem_limit"] == service["mem_limit"]
     assert service["security_opt"] == ["no-new-privileges:true"]
-    own = SIGNING if name == "serverapp" else set()
+    own = SIGNING if name == "serverapp" else {last_heartbeat.VARIABLE} if name.endswith("-supernode") else set()
     assert {k: v for k, v in service["environment"].items() if k not in own} == SITE["services"]["clientapp"][
         "environment"
     ]
@@ -109,6 +110,27 @@ def test_the_app_process_alone_has_the_key_that_signs_instructions():
     setup = (ROOT / "docker" / "trial.sh").read_text()
     assert "mv server/instruct/instruction.key /secret/" in setup  # away from the volume that the SuperLink sees
     assert "./instruction-keys.toml:/kit/instruction-keys.toml:ro" in SITE["services"]["clientapp"]["volumes"]
+
+
+def test_a_supernodes_health_tells_whether_the_server_hears_it():
+    kubernetes = yaml.safe_load_all((ROOT / "docker" / "k8s" / "site" / "site.yaml").read_text())
+    (pod,) = next(
+        object_["spec"]["template"]["spec"]["containers"]
+        for object_ in kubernetes
+        if object_["kind"] == "Deployment" and object_["metadata"]["name"] == "supernode"
+    )
+    services = [SITE["services"]["supernode"], *(TRIAL["services"][f"{site}-supernode"] for site in SITES)]
+    for service in services:
+        file = service["environment"][last_heartbeat.VARIABLE]
+        assert file.startswith("/tmp/")  # which is empty after a restart: an old answer does not count
+        assert service["healthcheck"]["test"][-2:] == ["--heartbeat", file]
+        assert service["healthcheck"]["interval"] == "10s"
+        assert service["environment"].keys() - SITE["services"]["clientapp"]["environment"].keys() == {
+            last_heartbeat.VARIABLE
+        }
+        assert {"name": last_heartbeat.VARIABLE, "value": file} in pod["env"]
+    others = [s for name, s in {**SERVER, **SITE["services"]}.items() if name != "supernode" and "healthcheck" in s]
+    assert not any("--heartbeat" in service["healthcheck"]["test"] for service in others)
 
 
 def test_a_name_fits_a_compose_project():

@@ -187,6 +187,16 @@ def test_a_bundle_is_given_to_a_site_that_has_an_instruction(fleet: Fleet) -> No
             fleet.call("get_fab", fab)
     else:
         assert refused(fleet.call, "get_fab", fab)[0] == 403
+    assert fleet.lines() == []
+
+
+def test_a_site_that_asks_for_another_bundle_than_its_run_s_has_a_line_in_the_log(fleet: Fleet) -> None:
+    """Flower refuses it too, of which the control log would say nothing; one of 1,000 sequences did nothing else."""
+    fleet.pull(NORTH)
+    fab = GetFabRequest(node=fleet.node(NORTH), run_id=fleet.run, hash_str="ab" * 32)
+    assert refused(fleet.call, "get_fab", fab) == (403, "not the bundle of this run")
+    (line,) = fleet.lines()
+    assert (line["site"], line["call"], line["value"]) == ("north", "get_fab", "ab" * 32)
 
 
 def test_a_site_confirms_its_own_instruction_and_no_other_s(fleet: Fleet) -> None:
