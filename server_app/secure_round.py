@@ -325,12 +325,12 @@ class ServerSecAgg:
         number = max(coordinator.next_attempt(clear.round, cohort), clear.address.attempt)
         address = replace(clear.address, attempt=number)
         contexts = [replace(ctx, address=replace(ctx.address, attempt=number)) for ctx in clear.contexts]
-        broadcast = ""
-        if self.exchange.method.sends_same_broadcast:  # packed once more by `build_messages`, for the plan comes first
+        broadcast, table = "", server_ctx.entries
+        if self.exchange.method.sends_same_broadcast_in(table):
+            # `build_messages` packs it once more, because the plan comes first.
             parts = self.exchange.packed(clear.server, contexts[0]).parts
             broadcast = broadcast_digest(header.digest_of_parts(parts))
             del parts
-        table = server_ctx.entries
         attempt = coordinator.attempt(
             clear.round, number, cohort, broadcast, table.to_text() if table else "", table.digest if table else ""
         )

@@ -40,7 +40,8 @@ Formal guarantees: none (epsilon is infinite). By construction:
   mask |
 | an upload that names other columns than the client received | server-masked columns are never counted |
 | no upload | nothing changes |
-| secure aggregation, a cohort below 20 | one M^c for all sites, drawn in each round |
+| secure aggregation, a cohort below 20 | one M^c for all sites, drawn in each round; all get the same message, to which
+  the plan binds them, and a site refuses a table with several masks |
 | secure aggregation, a column that too few sites of the cohort see | no site gets or sends it in this round |
 | a tensor of more than two axes without a known location (fused experts) | ConfigError: it would be sent unprotected |
 
@@ -189,6 +190,10 @@ class FedQSN(Method):
         """Return False: each site gets a proxy with a mask of its own."""
         return False
 
+    def sends_same_broadcast_in(self, entries: EntryTable | None) -> bool:
+        """Return whether the round has one M^c for all sites."""
+        return entries is not None and len(set(entries.seeds.values())) == 1
+
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """Return W_0 with its tensors' locations. Raises ConfigError without linear layers, or with fused ones."""
         if not any(t.place and t.place.part == "linear" for t in spec.values()):
@@ -219,6 +224,11 @@ class FedQSN(Method):
         """
         if site not in table.seeds:
             raise WireError("entries: expected a seed of this site, from which it computes its columns, found none")
+        if len(table.seeds) < _LEAST_OWN_MASKS and not self.sends_same_broadcast_in(table):
+            raise WireError(
+                f"entries: expected one seed for all {len(table.seeds)} sites of a cohort below {_LEAST_OWN_MASKS}, "
+                "found several: with one, all sites get the same message, which the plan names"
+            )
         shown = self._shown_of(veil, RandomStream(bytes.fromhex(table.common_seed)))
         counts = {layer: torch.zeros(len(mask), dtype=torch.int32) for layer, mask in shown.items()}
         own: dict[str, Tensor] = {}

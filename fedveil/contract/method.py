@@ -172,6 +172,13 @@ class Method(ABC):
         """
         return True
 
+    def sends_same_broadcast_in(self, entries: EntryTable | None) -> bool:
+        """Return whether every site gets the same message in a round with this table of entries.
+
+        A method may do so in some rounds alone, as FedQSN does where all sites have one mask.
+        """
+        return self.sends_same_broadcast
+
     @property
     def keeps_private_state(self) -> bool:
         """Return whether `client` returns a state that stays at the site."""

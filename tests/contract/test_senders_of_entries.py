@@ -26,6 +26,7 @@ from fedveil.federation.secagg import plan_checks
 from fedveil.federation.secagg.entry_plan import plan_entries
 from fedveil.federation.secagg.flatten import VectorLayout
 from fedveil.federation.secagg.plan import quorum_of
+from fedveil.wire.header import message_digest
 from tests.conftest import ToyTrainer
 from tests.contract.test_contract import METHODS, SECRET, one_turn, spec_for, start
 
@@ -320,6 +321,21 @@ def test_a_site_refuses_columns_that_do_not_follow_from_the_table():
         planned_turn(exchange, other, one)
     with pytest.raises(WireError, match="seed of this site"):
         exchange.method.broadcast(start(exchange), ctx_of(one, "z"))
+
+
+@pytest.mark.parametrize("sites", [3, 19, 20])
+def test_sites_of_a_small_cohort_get_one_message_and_refuse_several_masks(sites):
+    exchange = exchange_of("fedqsn", {"client_rate": 0.5})
+    table, server = table_of(exchange, sites), start(exchange)
+    digests = {message_digest(b"".join(exchange.packed(server, ctx_of(table, site)).parts)) for site in names(sites)}
+    assert exchange.method.sends_same_broadcast_in(table) == (len(digests) == 1) == (sites < 20)
+    assert not exchange.method.sends_same_broadcast_in(None)
+    several = table.model_copy(update={"seeds": table.seeds | {"s01": "ab" * 32}})
+    if sites < 20:
+        with pytest.raises(WireError, match=f"expected one seed for all {sites} sites of a cohort below 20"):
+            exchange.method.client(
+                None, exchange.method.broadcast(server, ctx_of(table)), ToyTrainer(exchange.spec), ctx_of(several)
+            )
 
 
 def test_a_site_refuses_a_rank_above_its_own_and_ranks_that_differ_by_layer():

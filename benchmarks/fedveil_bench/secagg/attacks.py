@@ -13,7 +13,8 @@ A figure is judged by how far it is above its control to lose (0.5, or the mean 
 | any other | not decided |
 
 The verdicts on all views of an attack are corrected together (`common.verdicts`). An attack counts only if its controls
-hold, as there: it wins in the clear and with every mask off, by more than the margin, and not on a wrong site.
+hold, as there: it wins in the clear, with every mask off, and for a lying server where the broadcast is not in the
+plan, by more than the margin, and not on a wrong site.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from fedveil_bench.common.resampling import ResampledMetric
 from fedveil_bench.common.verdicts import ClaimSentence, Must
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 from fedveil_bench.secagg import on_pictures, on_texts
-from fedveil_bench.secagg.paired_federations import HIDDEN, SEEN
+from fedveil_bench.secagg.paired_federations import HIDDEN, SEEN, UNHIDDEN
 
 _PICTURES = 6  # the name of the draws
 Figures = dict[str, dict[str, ResampledMetric]]  # by attack, then row
@@ -119,9 +120,10 @@ def _lost(figures: Mapping[str, ResampledMetric], margins: Mapping[str, float]) 
 
 
 def _controls(figures: Mapping[str, ResampledMetric], margins: Mapping[str, float]) -> list[ClaimSentence]:
-    """Judge the two controls to win and, for membership, the control to lose. The mean picture is chance itself."""
+    """Judge the controls to win and, for membership, the control to lose. The mean picture is chance itself."""
     lost, margin, _ = _lost(figures, margins)
-    musts: dict[str, Must] = {"clear": "won", "every mask off": "won", on_texts.WRONG: "not won"}
+    musts: dict[str, Must] = dict.fromkeys(UNHIDDEN, "won")
+    musts[on_texts.WRONG] = "not won"
     return [common.judge_control(figures[v], must, margin, lost) for v, must in musts.items() if v in figures]
 
 
@@ -138,9 +140,10 @@ def _verdicts(
     }
     psnr = on_pictures.MEAN in figures
     against = f"mean picture {shown[on_pictures.MEAN]} dB" if psnr else f"wrong site {shown[on_texts.WRONG]}"
+    rest = "" if stand == "they stand" else ", the other figures of this attack say nothing"
     said = [
         f"{attack}, controls: clear {shown['clear']}, the secure run with every mask off {shown['every mask off']}, "
-        f"{against}: {stand}{', the other figures of this attack say nothing' if stand != 'they stand' else ''}."
+        f"a lying server without the rule against it {shown['lying server, undefended']}, {against}: {stand}{rest}."
     ]
     means = {"lost": "at its lost control", "won": "WON: something shows", common.OPEN: common.OPEN}
     said += [f"{attack}, secure run, {name}: {shown[name]}: {means[found[name]]}." for name in HIDDEN]

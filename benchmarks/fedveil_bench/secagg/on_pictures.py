@@ -10,6 +10,7 @@ import copy
 import itertools
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,9 @@ def measure_psnr(settings: Mapping[str, Any], seed: int, options: BenchOptions) 
         others = task.encode(examples[last : last + settings["mean_of"]])
         rows = {f"site-{i}": [picture] for i, picture in enumerate(pictures)}
         exchange = MessageExchange(method, config.method.name, task.spec)
-        views = run_pair(exchange, config, task, rows, task.initial(rng.initial_stream(seed, "weights")), Path(folder))
+        guesses = {f"site-{i}": [replace(others[0], label=picture.label)] for i, picture in enumerate(pictures)}
+        initial = task.initial(rng.initial_stream(seed, "weights"))
+        views = run_pair(exchange, config, task, rows, initial, Path(folder), guesses)
         true = _stacked(pictures)
         guess = mean_image(_stacked(others))
         adversary = _Adversary(task, settings["matching"], true, torch.tensor([p.label for p in pictures]), seed)

@@ -48,7 +48,8 @@ def measure_alignment(
         strategies.create_method(config.method.name, config.method.params), config.method.name, task.spec
     )
     with tempfile.TemporaryDirectory() as folder:
-        views = run_pair(exchange, config, task, members, adversary.knowledge.initial, Path(folder))
+        guesses = dict.fromkeys(sites, rows[count * len(sites) :][:count])
+        views = run_pair(exchange, config, task, members, adversary.knowledge.initial, Path(folder), guesses)
         found: dict[str, dict[str, ResampledMetric]] = {name: adversary.attacked(view) for name, view in views.items()}
         return found | {WRONG: adversary.attacked(views["clear"], other=1)}
 

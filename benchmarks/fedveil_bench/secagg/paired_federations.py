@@ -7,6 +7,8 @@
 | own mask off | the same server, after it removed each site's own mask, which it can reconstruct | lose |
 | colluders | the same server with all sites but one: they remove the masks that they share with that one | lose |
 | every mask off | none: a control that the secure run's vectors are decoded correctly | win |
+| lying server | shows all other sites zeros, so that it knows their uploads, and subtracts them from the sum | lose |
+| lying server, undefended | the same, where the broadcast is not in the plan's digest: a control | win |
 | sum | the same server: the sum in place of the site's upload | show what remains |
 """
 
@@ -17,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from fedveil import rng
 from fedveil.attacks.base import AdversaryView
 from fedveil.attacks.secagg_views import MaskedUploadView, SecureSumView, Turn
 from fedveil.config import RunConfig, parse
@@ -26,20 +29,33 @@ from fedveil.contract.task import Rows, Task
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import MessageExchange
-from fedveil.federation.in_process import InProcessFederation
+from fedveil.federation.in_process import InProcessFederation, TrainerFor
+from fedveil.testing.lying_broadcast import capture_isolated_uploads
+from fedveil.testing.lying_server_search import RULE_REMOVALS
 from fedveil.testing.secagg import MaskStream
 from fedveil.wire.capture import MessageCapture
 from fedveil_bench.common.federations import create_federation
 
-Seen = Literal["clear", "as seen", "own mask off", "colluders", "every mask off", "sum"]
-HIDDEN: Sequence[Seen] = ("as seen", "own mask off", "colluders")
-SEEN: Sequence[Seen] = ("clear", *HIDDEN, "every mask off", "sum")
+Seen = Literal[
+    "clear", "as seen", "own mask off", "colluders", "every mask off", "lying server", "lying server, undefended", "sum"
+]
+HIDDEN: Sequence[Seen] = ("as seen", "own mask off", "colluders", "lying server")
+UNHIDDEN: Sequence[Seen] = ("clear", "every mask off", "lying server, undefended")  # controls to win
+SEEN: Sequence[Seen] = ("clear", *HIDDEN, *UNHIDDEN[1:], "sum")
 
 
 def run_pair(
-    exchange: MessageExchange, config: RunConfig, task: Task, rows: Mapping[str, Rows], initial: Weights, folder: Path
+    exchange: MessageExchange,
+    config: RunConfig,
+    task: Task,
+    rows: Mapping[str, Rows],
+    initial: Weights,
+    folder: Path,
+    guesses: Mapping[str, Rows],
 ) -> dict[Seen, AdversaryView]:
     """Run both federations, with their captured messages in `folder`; return the views of SEEN.
+
+    `guesses` are the lying server's own examples for each site, with as many of each class as the site has.
 
     Raises:
         ConfigError: broadcasts do not show the sums of the method.
@@ -65,11 +81,26 @@ def run_pair(
     if sums is None:
         raise ConfigError(f"method: expected one whose broadcasts show the sums, found {exchange.name}; choose another")
     seen = partial(MaskedUploadView.from_capture, tap, exchange, unseen.secure)
+
+    def trainer_on(rows: Mapping[str, Rows]) -> TrainerFor:
+        return lambda site, ctx: task.trainer(rows[site], ctx.rng("batches"), round_=ctx.round)
+
+    def isolated(name: str) -> AdversaryView:
+        state = exchange.method.init(exchange.spec, initial, rng.initial_stream(config.run.seed, "method init"))
+        captured = capture_isolated_uploads(
+            exchange, unseen, state, trainer_on(rows), trainer_on(guesses), list(rows), folder / name
+        )
+        return MaskedUploadView.from_capture(captured, exchange, unseen.secure)
+
+    with RULE_REMOVALS["broadcast not in p"].removed():
+        undefended = isolated("undefended")
     return {
         "clear": AdversaryView.server(clear.tap or tap, exchange),
         "as seen": seen(),
         "own mask off": seen(own),
         "colluders": seen({turn: [*mask, *pairs[turn][1:]] for turn, mask in own.items()}),
         "every mask off": seen({turn: [*mask, *pairs[turn]] for turn, mask in own.items()}),
+        "lying server": isolated("lying"),
+        "lying server, undefended": undefended,
         "sum": sums,
     }

@@ -16,7 +16,7 @@ from fedveil_bench.common import resampling, verdicts
 from fedveil_bench.common.resampling import ResampledMetric
 from fedveil_bench.runner import BenchOptions
 from fedveil_bench.secagg import attacks, on_pictures, on_texts
-from fedveil_bench.secagg.paired_federations import HIDDEN, SEEN
+from fedveil_bench.secagg.paired_federations import HIDDEN, SEEN, UNHIDDEN
 
 PRESET = tomllib.loads((folders.presets_folder() / "secure/attacks.toml").read_text())["settings"]
 TEXTS = {**PRESET["texts"], "rows": 5, "held_out": 8}
@@ -36,6 +36,7 @@ def test_membership_shows_where_no_mask_is_left_and_nowhere_else():
         area = {name: figures[attack].value for name, figures in found.items()}
         assert area["clear"] > 0.9
         assert area["every mask off"] == pytest.approx(area["clear"], abs=0.01)
+        assert area["lying server, undefended"] > 0.9
         assert max(area[name] for name in (*HIDDEN, on_texts.WRONG)) < 0.75
         assert 0.5 < area["sum"] <= area["clear"]
 
@@ -49,7 +50,7 @@ def test_pictures_come_back_where_no_mask_is_left_and_nowhere_else(tmp_path, mon
     assert set(found) == {*SEEN, on_pictures.MEAN}
     for attack in ("direct inversion", "gradient matching"):
         psnr = {name: np.mean(of_row[attack]) for name, of_row in found.items()}
-        assert min(psnr["clear"], psnr["every mask off"]) > 60
+        assert min(psnr[name] for name in UNHIDDEN) > 60
         assert max(psnr[name] for name in HIDDEN) < psnr[on_pictures.MEAN]
         assert psnr["sum"] < 20 if attack == "direct inversion" else psnr["sum"] > 60  # of 4 x 4 pixels it gives all
     assert len(shown) == 2 + 2 * len(SEEN)
@@ -84,13 +85,13 @@ def said(**changed: ResampledMetric) -> list[str]:
 def test_verdicts_say_what_hides_what_shows_and_what_stays():
     first, *hidden, last = said()
     assert first.endswith(": they stand.")
-    assert [text.split(": ")[-1] for text in hidden] == ["at its lost control."] * 3
+    assert [text.split(": ")[-1] for text in hidden] == ["at its lost control."] * len(HIDDEN)
     assert last == "alignment, the sum: 0.925 [0.900, 0.950]: won: this stays."
     assert said(as_seen=between(0.55, 0.7))[1].endswith("WON: something shows.")
     assert said(own_mask_off=between(0.4, 0.8))[2].endswith("not decided.")
 
 
-@pytest.mark.parametrize("name", ["clear", "every_mask_off"])
+@pytest.mark.parametrize("name", ["clear", "every_mask_off", "lying_server,_undefended"])
 @pytest.mark.parametrize(
     ("low", "high", "stand"), [(0.45, 0.55, "NOT HELD"), (0.55, 0.65, "not decided"), (0.7, 0.8, "they stand")]
 )
@@ -134,7 +135,7 @@ def test_a_result_has_a_row_for_each_view_and_a_sheet(monkeypatch):
     assert outcome.rows[0]["metrics"]["direct inversion"]["n"] == 4
     assert set(outcome.rows[-1]["metrics"]) == {"direct inversion"}
     assert set(outcome.rows[-2]["metrics"]) == {"alignment"}
-    assert len(outcome.verdicts) == 10
+    assert len(outcome.verdicts) == 2 * (1 + len(HIDDEN) + 1)
     assert outcome.files == {"png": b"png"}
 
 

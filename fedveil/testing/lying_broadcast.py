@@ -1,0 +1,151 @@
+"""A server that shows one site the true broadcast and all others zeros, so that it knows what the others send.
+
+Pasquini, Francati, Ateniese: Eluding Secure Aggregation in Federated Learning via Model Inconsistency. 2022.
+
+From zeros every site trains to the same upload, whatever its examples are, if they have the classes that the server
+expects. The server subtracts it from the sum, and what is left is the upload of one site. It names to each site the
+digest of the message that this site gets, because a site refuses any other. So two sites with other messages mask for
+other plans, and their masks do not cancel.
+
+Not covered by compatibility.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedveil.config import RunConfig
+from fedveil.contract.layout import Payload
+from fedveil.contract.method import FederatedState, RoundContext
+from fedveil.errors import PolicyError, QuorumError, WireError
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.in_process import TrainerFor
+from fedveil.federation.secagg.in_process import InProcessSecureSums, secagg_config_of
+from fedveil.federation.secagg.mask_streams import Integers
+from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
+from fedveil.federation.secagg.messages import UploadAttachment
+from fedveil.federation.secagg.plan import AttemptPlan, broadcast_digest
+from fedveil.federation.secagg.plan_checks import RoundTerms, SiteRequirements
+from fedveil.federation.secagg.unmasking import UnmaskingAttempt
+from fedveil.rng import derive_secret
+from fedveil.testing.lying_server import with_fields
+from fedveil.wire import header
+from fedveil.wire.capture import MessageCapture
+from fedveil.wire.envelope import EnvelopeStamp, pack_message_parts
+
+__all__ = ["capture_isolated_uploads"]
+
+
+def capture_isolated_uploads(
+    exchange: MessageExchange,
+    config: RunConfig,
+    server: FederatedState,
+    trainer_for: TrainerFor,
+    guess_for: TrainerFor,
+    sites: Sequence[str],
+    folder: Path,
+) -> MessageCapture:
+    """Attack each site in a first round of its own. Return captured messages with what the server has in its place.
+
+    An upload of the capture is the masked vectors of all sites together, without the masks that the server could take
+    off, and without what the other sites sent. Read it as a masked upload.
+
+    Args:
+        config: the sections secure and run are read; the method sends every site the same message.
+        server: the state from which the target trains.
+        trainer_for: returns a site's trainer.
+        guess_for: returns a trainer on the server's own examples, with as many of each class as the site has.
+    """
+    capture = MessageCapture(folder)
+    for target in sites:
+        federation = _LyingRound(exchange, config, server, target, sites)
+        vector, attached = federation.remove_masks(trainer_for)
+        for site in sites:
+            if site != target:
+                vector = vector - federation.known_vector(guess_for, site)
+        capture.write(federation.message_to(target), 0, 0, target, "down")
+        capture.write(federation.pack(vector, attached), 0, 0, target, "up", accepted=True)
+    return capture
+
+
+class _LyingRound:
+    """The first round of a run, with one target."""
+
+    def __init__(
+        self, exchange: MessageExchange, config: RunConfig, server: FederatedState, target: str, sites: Sequence[str]
+    ) -> None:
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in server.tensors.items()}
+        self.exchange, self.config, self.sites = exchange, config, list(sites)
+        self._states = {site: server if site == target else FederatedState(zeros, server.scalars) for site in sites}
+        self._sums = InProcessSecureSums(
+            "run", secagg_config_of(config.secure), self.sites, SiteRequirements(colluding=config.secure.max_colluders)
+        )
+        plan = self._sums.begin(0, 0, self.sites).plan
+        self.plans = {site: with_fields(plan, broadcast=self._digest(site)) for site in sites}
+        self._codec = MaskedUploadCodec.from_exchange(exchange, 0, plan.bits)
+
+    def _context(self, site: str) -> RoundContext:
+        run = self.config.run
+        secret = derive_secret(f"client:{site}", run.seed, run.deterministic)
+        return RoundContext(0, site, True, secret, run.deterministic)
+
+    def _digest(self, site: str) -> str:
+        parts = self.exchange.packed(self._states[site], self._context(site)).parts
+        return broadcast_digest(header.digest_of_parts(parts))
+
+    def message_to(self, site: str) -> bytes:
+        return b"".join(self.exchange.packed(self._states[site], self._context(site)).parts)
+
+    def remove_masks(self, trainer_for: TrainerFor) -> tuple[Integers, UploadAttachment]:
+        """Return the sum of the masked vectors with the masks off, if the sites open it; else as it came.
+
+        The second value is any site's attachment.
+        """
+        uploads: dict[str, UploadAttachment] = {}
+        total: Any = 0
+        for site, plan in self.plans.items():
+            ctx = self._context(site)
+            participate = self._codec.of_site(self._sums.sites[site], plan, self._terms(plan))
+            _, parts = participate(self.message_to(site), None, trainer_for(site, ctx), ctx, ctx.new_turn())
+            _, vector, uploads[site] = self._codec.receive(b"".join(parts))
+            total = vector + total
+        for plan in {plan.digest: plan for plan in self.plans.values()}.values():
+            with contextlib.suppress(QuorumError):
+                return self._open(plan, uploads, total.copy()), uploads[self.sites[0]]
+        return total, uploads[self.sites[0]]
+
+    def _terms(self, plan: AttemptPlan) -> RoundTerms:
+        return replace(self._sums.terms(plan), is_alike=True)
+
+    def _open(self, plan: AttemptPlan, uploads: Mapping[str, UploadAttachment], total: Integers) -> Integers:
+        """Ask every site to open the sum of all of them under a plan. Raises QuorumError if too few shares come."""
+        attempt = UnmaskingAttempt.from_pending(plan, "", uploads, total)
+        attempt.in_sum = tuple(self.sites)  # the liar does not check what it has
+        for site, asked in attempt.open_requests().items():
+            with contextlib.suppress(PolicyError, WireError):
+                attempt.take_opening(site, self._sums.sites[site].open(asked))
+        return attempt.total()
+
+    def known_vector(self, guess_for: TrainerFor, site: str) -> Integers:
+        """Return what a site sends that trains from zeros."""
+        ctx = self._context(site)
+        received = [self.exchange.opened(self.message_to(site), ctx)]
+        trainer = guess_for(site, ctx)
+        _, payload, _ = self.exchange.trained(None, received, trainer, ctx)
+        ring = self._codec.ring(self.plans[site])
+        vector, _ = self._codec.slots.vector(self.exchange, payload, trainer.num_examples, 0, ring)
+        return vector
+
+    def pack(self, vector: Integers, attached: UploadAttachment) -> bytes:
+        """Return a message with this vector."""
+        signed = torch.from_numpy(np.ascontiguousarray(vector).view(f"<i{self._codec.bits // 8}"))
+        stamp = EnvelopeStamp.from_exchange(self.exchange.method, self.exchange.name, 0, "up")
+        sent = Payload({"sum": signed, "attached": attached.to_bytes()})
+        return b"".join(pack_message_parts(self._codec.layout, stamp, sent).parts)
