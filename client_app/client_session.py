@@ -34,7 +34,7 @@ from fedveil.client_app.state.withdrawn_units import WithdrawalRecord, Withdrawn
 from fedveil.client_app.trainer_stack import build_trainer, why_counts_stay
 from fedveil.contract.codec import Buffer
 from fedveil.contract.task import DatasetShard, PreparedData, Task, Watch, ignore_progress
-from fedveil.data.units import UnitRows, group_rows_of_run, mark_rows
+from fedveil.data.units import UnitRows, group_rows, group_rows_of_run, mark_rows
 from fedveil.errors import ConfigError, PolicyError, TaskError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.training import optimizers
@@ -179,13 +179,25 @@ class ClientSession:
 
 
 def _split_rows(round_: ClientRound, prepared: PreparedData, part: float) -> SiteData:
-    """Return the split of the examples from the site's record. Raises ConfigError or StateError if it is unreadable."""
+    """Return the split of the examples from the site's record, which divides no unit of the site's `unit-column`.
+
+    Raises ConfigError or StateError if it is unreadable, TaskError if the units cannot be found.
+    """
     assignment = round_.assignment
-    dataset = SiteDataset.from_folder(Path(assignment.data), assignment.site.data_set)
+    data, column = Path(assignment.data), assignment.site.unit_column
+    try:
+        units = group_rows(data, "train", column, prepared.origins()) if column else None
+    except TaskError as error:
+        raise TaskError(
+            f"evaluate.held-out: expected the units of unit-column in the node config, none of which may be divided: "
+            f"{error}; or set max-scores = 0 in the policy, so that no example is held out"
+        ) from None
+    dataset = SiteDataset.from_folder(data, assignment.site.data_set)
     key = rng.RandomStream.derive(round_.secret, 0, assignment.name, "held out").bytes(32)
     record = HeldOutRecord.open(assignment.site.state_dir, assignment.name)
-    chosen = record.select_rows(dataset.id, part, key, dataset.relative_origins(prepared.origins()))
-    return SiteData(prepared, split_held_out(prepared.rows, chosen.indices), chosen.refusal, dataset.id)
+    chosen = record.select_rows(dataset.id, part, key, dataset.relative_origins(prepared.origins()), units)
+    split = split_held_out(prepared.rows, chosen.indices, chosen.unscored)
+    return SiteData(prepared, split, chosen.refusal, dataset.id)
 
 
 def _leave_out(withdrawn: WithdrawnUnits, own: str, prepared: PreparedData, data: Path) -> PreparedData:

@@ -135,12 +135,9 @@ def open_charger(round_: ClientRound, guarantee: PrivacyGuarantee) -> RunCharger
         )
     terms = RunTerms(assignment.order.run, guarantee.budget, rounds, most, unit, site.site)
     witness = None if site.shares_data else FolderWitness.open(Path(assignment.data), site.data_set)
-    if witness is not None and witness.is_absent:
-        log.warning(
-            "privacy ledger: %s cannot be written, so nothing there names this site's ledger, and data-set stands for "
-            "the site's word that no other state folder trains on it; mount it writable to have that checked",
-            witness.folder,
-        )
+    if witness is not None:
+        for limit in witness.limits:
+            log.warning("privacy ledger: %s: %s", witness.folder, limit)
     ledger = open_ledger(site.state_dir, round_.seal)
     return RunCharger(ledger, terms, policy.budget, witness, policy.after_open)
 

@@ -359,7 +359,7 @@ def refuse_old_adjacency(value: object) -> object:
 class DpConfig(ConfigSection):
     """Local training by noisy steps (DP-SGD) instead of `train`'s AdamW. With all defaults, training is plain.
 
-    `unit-column` and `unit-rows` also hold for a method that adds its own noise.
+    `unit-column`, `unit-rows` and `no-unit` also hold for a method that adds its own noise.
     """
 
     clip_norm: float = Field(0.0, ge=0, description="C: per-example gradient-norm bound; 0 = no noisy steps")
@@ -379,6 +379,9 @@ class DpConfig(ConfigSection):
     unit_rows: int = Field(
         16, ge=1, description="most rows of a unit in a step, drawn at random; this does not change epsilon"
     )
+    no_unit: Literal["refuse", "one"] = Field(
+        "refuse", description="rows without a unit's id: refused, or all of them are one unit"
+    )
 
     @field_validator("adjacency", mode="before")
     @classmethod
@@ -389,7 +392,7 @@ class DpConfig(ConfigSection):
     def is_noisy(self) -> bool:
         """Return whether the section asks for noisy steps. Only the unit's keys are set if the method adds its own
         noise."""
-        keys = {"unit_column", "unit_rows"}
+        keys = {"unit_column", "unit_rows", "no_unit"}
         return self.model_dump(exclude=keys) != DpConfig().model_dump(exclude=keys)
 
 

@@ -16,20 +16,29 @@ privacy ledger uses neither: `ledger` is its witness (fedveil.privacy.ledger), w
 | the folder is not writable, and the node config has no `data-set` | ConfigError, before any charge |
 | the folder is not writable, and the node config has `data-set` | no witness is written: that name is the site's word
   that no other state folder uses this data, and that nobody restores an older ledger; the log says so in each round |
+| a folder in this one, one around it, or the target of a link in it has the mark of another state folder's ledger |
+  StateError: they may have the same rows |
+| links lead out of the folder, or it has too many entries to be looked through | the log says what was not looked for |
 | a file of version 1, which names no ledger | read, and written with the ledger's tag at the next private run |
 | the file is damaged | StateError: nothing is charged until the site has restored it |
+| the file's lock is held for a minute by another process | StateError: nothing is charged; the log says so after two
+  seconds |
+
+Only its owner can read the file, so no other user can hold its lock. A file of an earlier build, which all users could
+read, is closed at the next private run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -37,9 +46,11 @@ from typing import TYPE_CHECKING, Any, final
 
 from typing_extensions import override
 
+from fedveil.client_app.state.overlapping_data import MAX_ENTRIES, FolderScan, find_id_files, scan_folder
 from fedveil.errors import ConfigError, StateError
 from fedveil.privacy.ledger import LedgerWitness, WitnessMark
 from fedveil.records.atomic_files import sync_folder
+from fedveil.records.file_locks import lock_within
 
 if TYPE_CHECKING:
     from fedveil.contract.task import ExampleOrigin
@@ -48,6 +59,9 @@ ID_FILE = ".fedveil-data-set"
 PREPARED = ".prepared"  # below the site's state folder: prepared examples, by data set (fedveil/data/dataset_cache.py)
 _VERSION = 2
 _LARGEST_BYTES = 1000
+_QUIET_SECONDS, _LOCK_SECONDS = 2.0, 60.0  # of waiting for the id file's lock: before the log says so, and in all
+
+log = logging.getLogger("fedveil.private")
 
 
 @dataclass(frozen=True)
@@ -94,15 +108,17 @@ class FolderWitness(LedgerWitness):
     Attributes:
         folder: the resolved data folder.
         is_writable: whether the file can be written; otherwise it is only read.
+        is_tree: whether the data is the folder, and not one file in it.
     """
 
     folder: Path
     is_writable: bool = True
+    is_tree: bool = True
 
     @classmethod
     def open(cls, data: Path, given: str) -> FolderWitness:
         """Return the witness for a private run on `data`. Raises ConfigError if a folder without name holds none."""
-        witness = cls(_folder(data), os.access(_folder(data), os.W_OK))
+        witness = cls(_folder(data), os.access(_folder(data), os.W_OK), data.is_dir())
         if not witness.is_writable and not given:
             raise _no_place(witness.folder, "a folder that cannot be written")
         return witness
@@ -111,7 +127,10 @@ class FolderWitness(LedgerWitness):
     def find(cls, data: Path) -> FolderWitness | None:
         """Return the witness that a run without a claim must respect; None if the folder has none."""
         folder = _folder(data)
-        return cls(folder, os.access(folder, os.W_OK)) if (folder / ID_FILE).exists() else None
+        if (folder / ID_FILE).exists():
+            return cls(folder, os.access(folder, os.W_OK), data.is_dir())
+        witness = cls(folder, is_writable=False, is_tree=data.is_dir())
+        return witness if witness.read_others() else None
 
     @override
     @contextlib.contextmanager
@@ -119,25 +138,28 @@ class FolderWitness(LedgerWitness):
         if not self.is_writable:
             yield
             return
-        lock = self._locked_file()
-        try:
+        _id_of(self.folder)  # before the others are looked for: of two state folders that begin at once, one is found
+        with contextlib.ExitStack() as stack:
+            for path in sorted((self.folder / ID_FILE, *self._others)):  # so that no two wait for each other
+                stack.callback(os.close, self._locked_file(path))  # which releases it
             yield
-        finally:
-            os.close(lock)  # releases it
 
-    def _locked_file(self) -> int:
-        """Return a locked descriptor of the id file, which is created if there is none. Raises StateError."""
-        path = self.folder / ID_FILE
+    def _locked_file(self, path: Path) -> int:
+        """Return a locked descriptor of an id file; this folder's own is created if it is gone. Raises StateError."""
         while True:
-            _id_of(self.folder)
+            if path.parent == self.folder:
+                _id_of(self.folder)
             try:
                 lock = os.open(path, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)
-            except FileNotFoundError:
-                continue
+            except FileNotFoundError as error:
+                if path.parent == self.folder:
+                    continue
+                raise _no_lock(path, error) from error
             except OSError as error:
                 raise _no_lock(path, error) from error
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                _close_to_others(lock)
+                _wait_for_lock(lock, path)
                 if os.path.samestat(os.fstat(lock), path.stat()):  # else another process has replaced it meanwhile
                     return lock
             except FileNotFoundError:
@@ -145,7 +167,42 @@ class FolderWitness(LedgerWitness):
             except OSError as error:
                 os.close(lock)
                 raise _no_lock(path, error) from error
+            except StateError:
+                os.close(lock)
+                raise
             os.close(lock)
+
+    @property
+    def _others(self) -> tuple[Path, ...]:
+        """Return the id files of other folders that may have the same rows, outermost first."""
+        return find_id_files(self.folder, self._scan, ID_FILE)
+
+    @property
+    def _scan(self) -> FolderScan:
+        """Return what the folder's tree has. Once it is marked, others' folders in it are refused by its mark."""
+        if not self.is_tree or self.read() is not None:
+            return FolderScan()
+        return scan_folder(self.folder, ID_FILE)
+
+    @property
+    def limits(self) -> list[str]:
+        """Return what the witness cannot find, as sentences."""
+        scan, sentences = self._scan, list[str]()
+        if self.is_absent:
+            sentences.append(
+                "it cannot be written, so nothing in it names this site's ledger, and data-set stands for the site's "
+                "word that no other state folder trains on it; mount it writable to have that checked"
+            )
+        if scan.links:
+            sentences.append(
+                f"{len(scan.links)} links in it lead to other folders, where another state folder that trains on the "
+                "same rows is not found; name their own folder as this site's data"
+            )
+        if not scan.is_whole:
+            sentences.append(
+                f"it has more than {MAX_ENTRIES} entries, so not all were searched for others' data folders"
+            )
+        return sentences
 
     @property
     def is_absent(self) -> bool:
@@ -160,10 +217,12 @@ class FolderWitness(LedgerWitness):
     @override
     def read(self) -> WitnessMark | None:
         path = self.folder / ID_FILE
-        if not path.exists():
-            return None
-        ledger = _read_whole(path).get("ledger")
-        return None if ledger is None else WitnessMark(**ledger)
+        return _mark_in(path) if path.exists() else None
+
+    @override
+    def read_others(self) -> list[tuple[str, WitnessMark]]:
+        marks = ((str(path), _mark_in(path)) for path in self._others)
+        return [(place, mark) for place, mark in marks if mark is not None]
 
     @override
     def write(self, mark: WitnessMark) -> None:
@@ -215,6 +274,12 @@ def _id_of(folder: Path) -> str:
     return str(_read_whole(path)["id"])
 
 
+def _mark_in(path: Path) -> WitnessMark | None:
+    """Return the mark in an id file; None if it has none. Raises StateError."""
+    ledger = _read_whole(path).get("ledger")
+    return None if ledger is None else WitnessMark(**ledger)
+
+
 def _no_place(folder: Path, found: str) -> ConfigError:
     return ConfigError(
         f"data-set: expected a name in the node config, or a data folder in which its id can be stored, found neither "
@@ -229,6 +294,27 @@ def _no_lock(path: Path, error: OSError) -> StateError:
     )
 
 
+def _close_to_others(descriptor: int) -> None:
+    """Make the open id file readable only by its owner, if this user is the owner. Raises OSError."""
+    status = os.fstat(descriptor)
+    if status.st_uid == os.geteuid() and status.st_mode & 0o077:
+        os.fchmod(descriptor, 0o600)
+
+
+def _wait_for_lock(descriptor: int, path: Path) -> None:
+    """Lock the open id file. Raises StateError if another process holds it for too long, OSError if it has no locks."""
+    if lock_within(descriptor, _QUIET_SECONDS):
+        return
+    log.warning("privacy ledger: waiting for the lock of %s, which another process holds", path)
+    if lock_within(descriptor, _LOCK_SECONDS - _QUIET_SECONDS):
+        return
+    raise StateError(
+        f"{path}: expected its lock within {_LOCK_SECONDS:g} seconds, found that another process holds it; nothing was "
+        "changed and no example was used: let a charge of another state folder end, or find the process with lslocks "
+        "and end it; then start this round again"
+    )
+
+
 def _read(path: Path) -> str:
     """Return the id in the file. Raises OSError, ValueError, KeyError or TypeError."""
     return str(_parse(path)["id"])
@@ -238,6 +324,11 @@ def _read_whole(path: Path) -> dict[str, Any]:
     """Return the file's content. Raises StateError."""
     try:
         return _parse(path)
+    except PermissionError:
+        raise StateError(
+            f"{path}: expected a file that this user can read, found one of another user, so another site trains on "
+            "this data, or this one did as another user; run this site as the file's owner, and the other one no more"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         fault = f"none that can be read ({type(error).__name__})"
     raise StateError(
@@ -247,7 +338,10 @@ def _read_whole(path: Path) -> dict[str, Any]:
 
 
 def _parse(path: Path) -> dict[str, Any]:
-    with path.open() as file:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would block otherwise
+    with os.fdopen(descriptor) as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("no regular file")
         text = file.read(_LARGEST_BYTES)
     try:
         content = dict(json.loads(text))
@@ -271,7 +365,7 @@ def _write(path: Path, content: Mapping[str, Any], is_new: bool) -> None:
     """Write the file atomically; if it is to be new, another process's file stays. Raises OSError."""
     partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "w") as file:
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(json.dumps(content))
             file.flush()
             os.fsync(file.fileno())

@@ -14,6 +14,10 @@ choose others later would get the mean losses of two sets that differ by one row
 | the same part, with rows appended to a file or in a new file | those too | as before |
 | no part at all | all rows | none |
 
+Where the site names a `unit-column`, whole units are held out, by the draw of each unit's first row, so that no
+person has rows on both sides. Rows that are appended to a held-out unit are neither trained on nor scored. There must
+be as many held-out units as otherwise rows.
+
 To use another part, or after a change in the data, a person at the site must remove the file. It is not encrypted,
 because it reveals nothing without the data.
 """
@@ -61,10 +65,15 @@ class HeldOutChoice:
     def is_drawn(self, origin: ExampleOrigin | None, index: int) -> bool:
         """Return whether a row is held out. A row without a file has its place `index` in the data set as number."""
         file, row = (origin.file, origin.row) if origin else ("", index)
-        if row > self.files.get(file, -1):
+        if not self.is_eligible(origin, index):
             return False
         drawn = hashlib.blake2b(f"{row} {file}".encode(), digest_size=8, key=self.key).digest()
         return int.from_bytes(drawn, "little") < round(self.part * 2**64)
+
+    def is_eligible(self, origin: ExampleOrigin | None, index: int) -> bool:
+        """Return whether the first run with scores read a row of this number."""
+        file, row = (origin.file, origin.row) if origin else ("", index)
+        return row <= self.files.get(file, -1)
 
 
 @dataclass(frozen=True)
@@ -73,11 +82,13 @@ class HeldOutRows:
 
     Attributes:
         indices: places of the held-out rows; empty if there are none.
+        unscored: those of them that were appended to a held-out unit later.
         refusal: reason for no score, a key of `held_out_report.REFUSALS`; 0: a score is permitted.
     """
 
     indices: frozenset[int] = frozenset()
     refusal: int = 0
+    unscored: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -96,7 +107,12 @@ class HeldOutRecord:
         return cls(state_dir.expanduser() / FOLDER / f"{safe_file_name('site', site)}.json")
 
     def select_rows(
-        self, data_set: str, part: float, key: bytes, origins: Sequence[ExampleOrigin | None]
+        self,
+        data_set: str,
+        part: float,
+        key: bytes,
+        origins: Sequence[ExampleOrigin | None],
+        units: Sequence[Sequence[int]] | None = None,
     ) -> HeldOutRows:
         """Return the held-out rows, as fixed by the first run with scores of this data set.
 
@@ -105,6 +121,7 @@ class HeldOutRecord:
             part: the fraction that this run requests, above 0.
             key: 32 bytes, used if this is the first run.
             origins: one entry per row, in order.
+            units: places of each unit's rows, in order; None if each row is drawn by itself.
 
         Raises:
             StateError: the record is not readable or writable.
@@ -112,17 +129,20 @@ class HeldOutRecord:
         with self._locked():
             choices = self._read()
             choice = choices.get(data_set) or HeldOutChoice(key, part, _count_rows(origins))
-            indices = frozenset(i for i, origin in enumerate(origins) if choice.is_drawn(origin, i))
-            rows = _digest_rows(origins, indices)
+            grouped = units if units is not None else [(i,) for i in range(len(origins))]
+            drawn = [unit for unit in grouped if choice.is_drawn(origins[unit[0]], unit[0])]
+            indices = frozenset(i for unit in drawn for i in unit)
+            unscored = frozenset(i for i in indices if not choice.is_eligible(origins[i], i))
+            rows = _digest_rows(origins, indices - unscored)
             if data_set not in choices:
-                if len(indices) < held_out_report.LEAST_ROWS or len(indices) == len(origins):
+                if len(drawn) < held_out_report.LEAST_ROWS or len(indices) == len(origins):
                     return HeldOutRows(refusal=held_out_report.TOO_FEW)
                 self._write({**choices, data_set: replace(choice, rows=rows)})
             elif part != choice.part:
-                return HeldOutRows(indices, held_out_report.OTHER_PART)
+                return HeldOutRows(indices, held_out_report.OTHER_PART, unscored)
             elif rows != choice.rows:
-                return HeldOutRows(indices, held_out_report.CHANGED)
-            return HeldOutRows(indices)
+                return HeldOutRows(indices, held_out_report.CHANGED, unscored)
+            return HeldOutRows(indices, unscored=unscored)
 
     def count_score(self, data_set: str, run: str, most: int) -> bool:
         """Count one score before it is computed; False if this Flower run already has `most`. Raises StateError."""

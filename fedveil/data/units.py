@@ -7,7 +7,7 @@ stay in this module, which returns only row indices and numbers, so no log, erro
 |---|---|
 | no such column | TaskError with the file's columns |
 | a row without an id: null, NaN, blank or invisible | TaskError with the row's number: such rows may belong to one |
-| | person |
+| | person. With `dp.no-unit = "one"` all of them are one unit |
 | ids that differ only in writing (7, 7.0, 007 and 70e-1; a1 and A1; | TaskError with their rows: they would be two |
 | digits, hyphens or accents in several codes) | units, so a person with both would be protected less than the claim |
 | | says |
@@ -16,6 +16,7 @@ stay in this module, which returns only row indices and numbers, so no log, erro
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import unicodedata
@@ -39,6 +40,8 @@ __all__ = [
 
 UnitRows = tuple[tuple[int, ...], ...]  # the indices of each unit's rows; every row is in one unit
 
+log = logging.getLogger("fedveil.data")
+
 _LISTED = 10  # pairs of rows in an error
 _NUMBER = re.compile(r"([+-]?)([0-9]*)(?:\.([0-9]*))?(?:e([+-]?[0-9]{1,9}))?")
 _LONGEST = 400  # digits of a number that is written out
@@ -61,11 +64,20 @@ def group_rows_of_run(
             f'"{config.task.partition}", which would give one unit\'s rows to several sites; change it, or give every '
             "site its own data"
         )
-    units = group_rows(data, "train", config.dp.unit_column, prepared.origins())
+    dp = config.dp
+    ids = _ids_of_rows(data, "train", dp.unit_column, prepared.origins(), has_blanks=dp.no_unit == "one")
+    units = group_ids(ids)
     if (found := sum(map(len, units))) != len(prepared.rows):
         raise TaskError(
             f"dp.unit-column: expected one training example per row, found {len(prepared.rows)} of {found} rows; the "
             "task makes several of one row, so leave dp.unit-column out"
+        )
+    if blanks := ids.count(""):
+        log.warning(
+            "dp.no-unit: %d of %d rows have no id and are one unit; a person with such rows and others is protected "
+            "less than the guarantee says",
+            blanks,
+            len(ids),
         )
     return units
 
@@ -98,14 +110,16 @@ def plain_id(text: str) -> str:
     return _plain(unicodedata.normalize("NFC", text).strip())
 
 
-def _ids_of_rows(data: Path, split: str, column: str, origins: Iterable[ExampleOrigin | None]) -> list[str]:
+def _ids_of_rows(
+    data: Path, split: str, column: str, origins: Iterable[ExampleOrigin | None], has_blanks: bool = False
+) -> list[str]:
     if images.is_by_class(data, split):
         raise TaskError(
             f'dp.unit-column: expected a file of rows with the column "{column}", found images in class folders in '
             f'"{data / split}", which have no columns; write {split}.jsonl with the images\' paths'
         )
     file = tables.split_file(data, split)
-    ids = read_ids(file, column)
+    ids = read_ids(file, column, has_blanks)
     chosen = []
     for origin in origins:
         if origin is None or Path(origin.file) != file or not 1 <= origin.row <= len(ids):
@@ -125,13 +139,17 @@ def group_ids(ids: Iterable[str]) -> UnitRows:
     return tuple(map(tuple, units.values()))
 
 
-def read_ids(file: Path, column: str) -> list[str]:
-    """Return the id of each row of a data file. Raises TaskError as in the table above."""
+def read_ids(file: Path, column: str, has_blanks: bool = False) -> list[str]:
+    """Return the id of each row of a data file. Raises TaskError as in the table above.
+
+    Args:
+        has_blanks: "" stands for no id, instead of an error.
+    """
     ids = _texts(file, column)
-    if "" in ids:
+    if "" in ids and not has_blanks:
         raise TaskError(
             f'dp.unit-column: expected an id in column "{column}" of every row of "{file}", found none in row '
-            f"{ids.index('') + 1}; add it, or drop the row"
+            f'{ids.index("") + 1}; add it, drop the row, or count all such rows as one unit (dp.no-unit = "one")'
         )
     if similar := _similar(ids):
         pairs = "; ".join(f"{a} and {b}" for a, b, *_ in similar[:_LISTED])

@@ -109,6 +109,10 @@ def _check_unit(claim: PrivacyGuarantee | None, config: RunConfig) -> None:
             raise ConfigError(
                 f"dp.unit-rows: expected it together with dp.unit-column, found only {dp.unit_rows}; set both, or none"
             )
+        if dp.no_unit != DpConfig().no_unit:
+            raise ConfigError(
+                f'dp.no-unit: expected it together with dp.unit-column, found only "{dp.no_unit}"; set both, or none'
+            )
         return
     problem = ""
     if claim is None:

@@ -205,7 +205,12 @@ def conditions(claim: PrivacyGuarantee, config: RunConfig) -> tuple[str, ...]:
 def describe_unit(config: RunConfig) -> str:
     """Return what one guarantee is for: an example, or all examples of a unit under dp.unit-column."""
     column = sanitize(config.dp.unit_column, _LONGEST_COLUMN)
-    return f'one unit of one site\'s data set, all examples with its id in the column "{column}"' if column else UNIT
+    if not column:
+        return UNIT
+    words = f'one unit of one site\'s data set, all examples with its id in the column "{column}"'
+    if config.dp.no_unit == "one":
+        words += "; all examples without an id are one more unit, so that a person with both kinds is protected less"
+    return words
 
 
 def _noun(config: RunConfig) -> str:

@@ -110,6 +110,10 @@ class LedgerWitness(Protocol):
         """Return the mark; None if there is none. Raises StateError if it is unreadable."""
         ...
 
+    def read_others(self) -> Sequence[tuple[str, WitnessMark]]:
+        """Return the marks of other places that may have the same examples, with their paths. Raises StateError."""
+        ...
+
     def write(self, mark: WitnessMark) -> None:
         """Write the mark durably. Raises StateError."""
         ...
@@ -287,18 +291,33 @@ class PrivacyLedger:
 
     def _require_witness(self, stored: StoredAccount, witness: LedgerWitness | None) -> WitnessMark | None:
         """Return the witness's mark. Raises StateError if the ledger does not contain what the witness has seen."""
-        mark = witness.read() if witness is not None else None
-        if witness is None or mark is None:
+        if witness is None:
+            return None
+        for place, other in witness.read_others():
+            if other.tag != stored.tag:
+                raise StateError(
+                    f"{place}: expected the tag of the ledger in {self._folder}, found that of another state folder, "
+                    f"whose data may have the same rows as that of {witness.place}: one folder is in the other, or a "
+                    "link leads there; use the state folder that charged it, run fedveil site ledger adopt on "
+                    f"{Path(place).parent}, or move the two data sets apart"
+                )
+            self._require_change(stored, place, other)
+        mark = witness.read()
+        if mark is None:
             return None
         if mark.tag != stored.tag:
             raise StateError(self._foreign(stored, witness))
+        self._require_change(stored, witness.place, mark)
+        return mark
+
+    def _require_change(self, stored: StoredAccount, place: str, mark: WitnessMark) -> None:
+        """Raise StateError if the ledger does not contain the change that a place has seen."""
         if mark.changes > len(stored.heads) or stored.heads[mark.changes - 1] != mark.head:
             raise StateError(
-                f"{self._path}: expected the change {mark.changes} that {witness.place} has seen, found "
+                f"{self._path}: expected the change {mark.changes} that {place} has seen, found "
                 f"{len(stored.heads)} changes, so an older copy of the ledger was restored; restore the newest one, or "
-                "run fedveil site ledger recover, which counts the most that may have been charged since"
+                "run fedveil site ledger recover on that folder, which counts the most that may have been charged since"
             )
-        return mark
 
     def _foreign(self, stored: StoredAccount, witness: LedgerWitness) -> str:
         found = "another ledger" if stored.tag else "no ledger here: it was lost, or belongs to another state folder"

@@ -182,11 +182,10 @@ class SiteAccount:
                 charged = _use(_held_to_site(entry, terms.site, charges), charges)
                 entries = (*self.entries[:index], charged, *self.entries[index + 1 :])
                 return replace(self, entries=entries)
-        is_open = next((entry for entry in self.entries if entry.open), None)
-        if is_open is not None and after_open == "refuse":
-            raise BudgetError(
-                f'after-open: this site permits no private run after an open one ("refuse"), found {is_open.run} '
-                f"({is_open.why}); the site may set after-open to say"
+        if after_open == "refuse" and any(entry.open for entry in self.entries):
+            raise BudgetError(  # the server reads this, and the open run may be another server's
+                'after-open: this site permits no private run after an open one ("refuse"), found one; at the site, '
+                "fedveil site ledger show names it, and the site may set after-open to say"
             )
         entry = self._reserve(terms, charges, claim)
         return account.append(_held_to_site(entry, terms.site, charges))

@@ -84,12 +84,12 @@ class HeldOutSplit:
     held: Rows
 
 
-def split_held_out(rows: Rows, indices: Set[int]) -> HeldOutSplit:
-    """Split the examples into training examples and held-out examples at `indices`."""
+def split_held_out(rows: Rows, indices: Set[int], unscored: Set[int] = frozenset()) -> HeldOutSplit:
+    """Split the examples into training examples and held-out examples at `indices`, without the `unscored` ones."""
     if not indices:
         return HeldOutSplit(rows, ())
     trained = [index for index in range(len(rows)) if index not in indices]
-    return HeldOutSplit(ExampleSubset(rows, trained), ExampleSubset(rows, sorted(indices)))
+    return HeldOutSplit(ExampleSubset(rows, trained), ExampleSubset(rows, sorted(indices - unscored)))
 
 
 @final

@@ -11,7 +11,7 @@ from fedveil.client_app.policy import decisions
 from fedveil.client_app.state.replay_guard import ReplayGuard
 from fedveil.config import parse
 from fedveil.contract import held_out_report
-from fedveil.errors import ConfigError, PolicyError
+from fedveil.errors import ConfigError, PolicyError, TaskError
 from fedveil.training.local_training import LocalTraining
 from fedveil.wire import header
 from fedveil.wire.envelope import describe_message
@@ -164,3 +164,33 @@ def test_no_loss_of_rows_that_are_trained_on_leaves_a_site_with_a_policy(tmp_pat
     report = header.header_of_slices([server.send(server.initial)])["report"]
     assert report.get("loss_received") == (report[told] if told else None)
     assert "loss_trained" in report
+
+
+@pytest.mark.long
+def test_no_patient_is_trained_on_and_scored(tmp_path, trained_on, monkeypatch):
+    """160 patients with two rows each, of which the second is far from the first."""
+    rows = [{**TEXTS[i % 160], "ref": f"{i} is a pub.", "patient": f"Secret-{i % 160}"} for i in range(320)]
+    server, asked = Server(tmp_path, "max-scores = 5", rows, **HALF), Server.asked
+
+    def with_units(server, round_=0):
+        given = asked(server, round_)
+        return replace(given, site=given.site.model_copy(update={"unit_column": "patient"}))
+
+    monkeypatch.setattr(Server, "asked", with_units)
+    scores = said(server.send(server.initial))
+    everything = [tuple(row.ids) for row in server.task.encode(server.task.examples(tmp_path, "train"))]
+    is_trained = [row in set(trained_on[0]) for row in everything]
+    assert is_trained[:160] == is_trained[160:]
+    assert scores[held_out_report.ROWS] == is_trained.count(False) >= 2 * held_out_report.LEAST_ROWS
+
+
+def test_a_site_whose_data_has_no_units_holds_no_row_out(tmp_path, monkeypatch):
+    server, asked = Server(tmp_path, "max-scores = 5", TEXTS, **HALF), Server.asked
+
+    def with_units(server, round_=0):
+        given = asked(server, round_)
+        return replace(given, site=given.site.model_copy(update={"unit_column": "patient"}))
+
+    monkeypatch.setattr(Server, "asked", with_units)
+    with pytest.raises(TaskError, match=r"evaluate.held-out: expected the units of unit-column.* found \"patient\""):
+        server.send(server.initial)

@@ -123,20 +123,18 @@ def test_a_second_state_folder_on_the_data_is_refused(tmp_path, take):
 
 
 def test_a_folder_that_cannot_be_written_trains_on_the_site_s_word_and_the_log_says_so(
-    tmp_path, take, monkeypatch, caplog
+    tmp_path, tmp_path_factory, take, monkeypatch, caplog
 ):
-    named = {"data-set": "ward-7"}.items()
+    named, bare = {"data-set": "ward-7"}.items(), tmp_path_factory.mktemp("bare")
     take(assignment(tmp_path, epsilon=allowed(2), node=named))
     assert "cannot be written" not in caplog.text
-    (tmp_path / "bare").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) == tmp_path / "state")
     second = {"data-set": "ward-7", "state-dir": str(tmp_path / "second")}
     with pytest.raises(StateError, match="site ledger adopt"):
         take(assignment(tmp_path, epsilon=allowed(2), node=second.items()))
-    bare = assignment(tmp_path, run="b", epsilon=allowed(2), node={**second, "data": str(tmp_path / "bare")}.items())
-    take(bare)
-    assert "cannot be written, so nothing there names this site's ledger" in caplog.text
-    assert list((tmp_path / "bare").iterdir()) == []
+    take(assignment(tmp_path, run="b", epsilon=allowed(2), node={**second, "data": str(bare)}.items()))
+    assert "cannot be written, so nothing in it names this site's ledger" in caplog.text
+    assert list(bare.iterdir()) == []
 
 
 def test_a_site_with_units_is_told_of_a_guarantee_for_one_row(tmp_path, take, caplog):

@@ -36,6 +36,7 @@ def test_what_a_server_sees_beside_the_gradient_is_the_same_for_a_patient_with_m
     for name, rows in (("few", ROWS), ("many", TWICE)):
         head = sent(tmp_path / name, rows)
         assert (head["num_examples"], head["report"]["steps"]) == (5, 2.0)
+        assert not [key for key in head["report"] if "seconds" in key]  # a batch's size shows in its time
         without_checksums = [entry[:-1] for entry in head["fields"]]  # which are those of noised tensors
         heads.append({**head, "turn": "", "fields": without_checksums})
         charged = open_ledger(tmp_path / name).read(SitePolicy().budget).account

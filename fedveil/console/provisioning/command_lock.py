@@ -9,11 +9,11 @@ import contextlib
 import fcntl
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from fedveil.errors import ConfigError
+from fedveil.records.file_locks import lock_within
 
 _WAIT_SECONDS = 2.0  # for another command, before this one says that it waits
 
@@ -41,12 +41,8 @@ def hold_lock(file: Path, command: str) -> Iterator[None]:
 
 def _lock(descriptor: int, file: Path, command: str) -> None:
     """Wait until no other process holds the lock; after two seconds, say so."""
-    deadline = time.monotonic() + _WAIT_SECONDS
-    while time.monotonic() < deadline:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        time.sleep(0.05)
+    if lock_within(descriptor, _WAIT_SECONDS):
+        return
     print(
         f"{command}: waiting for another fedveil {command} command, which is changing {file.parent}",
         file=sys.stderr, flush=True,

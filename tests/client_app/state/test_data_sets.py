@@ -7,8 +7,13 @@ import fcntl
 import json
 import math
 import os
+import subprocess
+import sys
+import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +22,7 @@ from PIL import Image
 from fedveil import rng, strategies, tasks
 from fedveil.client_app import client_session
 from fedveil.client_app.instruction import ClientAssignment
+from fedveil.client_app.state import data_sets, overlapping_data
 from fedveil.client_app.state.client_state import open_ledger
 from fedveil.client_app.state.data_sets import ID_FILE, FolderWitness, SiteDataset
 from fedveil.config import parse
@@ -172,20 +178,117 @@ def test_only_one_of_two_state_folders_that_begin_on_the_data_at_once_gets_it(tm
             both_have_read.wait()
         return mark
 
-    def charge(state: str) -> str:
-        ledger, claim = open_ledger(tmp_path / state), PrivacyBudget(math.inf, 1e-5, Adjacency.REPLACE_ONE)
-        try:
-            ledger.charge(RunTerms("r", claim, 5, 5), ONE_TURN, claim, FolderWitness.open(tmp_path / "data", ""))
-        except StateError as error:
-            return str(error)
-        return "charged"
-
     monkeypatch.setattr(FolderWitness, "read", slow)
     with ThreadPoolExecutor(2) as pool:
-        first, second = sorted(pool.map(charge, ("north", "south")), key=lambda result: result != "charged")
+        first, second = sorted(
+            pool.map(charge, (tmp_path / "north", tmp_path / "south"), [tmp_path / "data"] * 2),
+            key=lambda result: result != "charged",
+        )
     assert first == "charged"
     assert "site ledger adopt" in second
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [ID_FILE]
+
+
+def charge(state, data, given: str = "") -> str:
+    """Charge a state folder's ledger for one client round on the data; return "charged" or the refusal."""
+    ledger, claim = open_ledger(state), PrivacyBudget(math.inf, 1e-5, Adjacency.REPLACE_ONE)
+    try:
+        ledger.charge(RunTerms("r", claim, 5, 5), ONE_TURN, claim, FolderWitness.open(data, given))
+    except StateError as error:
+        return str(error)
+    return "charged"
+
+
+@pytest.mark.parametrize("first, second", [("data", "data/ward"), ("data/ward", "data"), ("data/a/b", "data")])
+@pytest.mark.parametrize("is_read_only", [False, True])
+def test_a_data_folder_in_another_is_no_second_data_set(first, second, is_read_only, tmp_path, monkeypatch):
+    (tmp_path / "data" / "ward").mkdir(parents=True)
+    (tmp_path / "data" / "a" / "b").mkdir(parents=True)
+    assert charge(tmp_path / "north", tmp_path / first) == "charged"
+    assert charge(tmp_path / "north", tmp_path / second) == "charged"  # one ledger counts for both
+    (tmp_path / second / ID_FILE).unlink()  # as if only the first had been charged
+    if is_read_only:
+        access = os.access
+        monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / second and access(path, mode))
+    refused = charge(tmp_path / "south", tmp_path / second, "ward-7")
+    assert f"site ledger adopt on {tmp_path / first}, or move the two data sets apart" in refused
+    assert not (tmp_path / second / ID_FILE).exists() or FolderWitness.find(tmp_path / second).read() is None
+    open_run = FolderWitness.find(tmp_path / second)
+    with pytest.raises(StateError, match="site ledger adopt"):
+        open_ledger(tmp_path / "south").note_open(
+            "plain", "no claim", PrivacyBudget(math.inf, 1e-5, Adjacency.REPLACE_ONE), open_run
+        )
+
+
+def test_data_folders_beside_each_other_are_two_data_sets(tmp_path):
+    for name in ("north", "south"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        assert charge(tmp_path / f"{name}-state", tmp_path / "data" / name) == "charged"
+    assert FolderWitness.open(tmp_path / "data" / "north", "").limits == []
+
+
+@pytest.mark.parametrize("link", ["train.jsonl", "train"])
+def test_a_link_to_charged_data_is_no_second_data_set(link, tmp_path):
+    for name in ("data", "other"):
+        (tmp_path / name / "train").mkdir(parents=True)
+    (tmp_path / "data" / "train.jsonl").write_text("{}")
+    if link == "train":
+        (tmp_path / "other" / "train").rmdir()
+    (tmp_path / "other" / link).symlink_to(tmp_path / "data" / link)
+    assert charge(tmp_path / "north", tmp_path / "data") == "charged"
+    assert "or a link leads there" in charge(tmp_path / "south", tmp_path / "other")
+    assert charge(tmp_path / "north", tmp_path / "other") == "charged"
+
+
+def test_links_to_data_that_nobody_has_charged_are_said(tmp_path):
+    for name in ("data", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "other" / "train.jsonl").symlink_to(tmp_path / "data" / "train.jsonl")
+    (tmp_path / "other" / "inside.jsonl").symlink_to(tmp_path / "other" / "rows.jsonl")
+    assert "1 links in it lead to other folders" in FolderWitness.open(tmp_path / "other", "").limits[0]
+    assert FolderWitness.open(tmp_path / "data", "").limits == []
+
+
+def test_an_older_ledger_is_found_by_the_mark_of_a_folder_around_the_data(tmp_path):
+    (tmp_path / "data" / "ward").mkdir(parents=True)
+    assert charge(tmp_path / "north", tmp_path / "data" / "ward") == "charged"
+    ledger = tmp_path / "north" / ".ledger" / "ledger.json"
+    backup = ledger.read_bytes()
+    assert charge(tmp_path / "north", tmp_path / "data") == "charged"
+    ledger.write_bytes(backup)
+    assert f"that {tmp_path / 'data' / ID_FILE} has seen" in charge(tmp_path / "north", tmp_path / "data" / "ward")
+
+
+def test_a_folder_with_too_many_entries_is_said_not_to_be_searched(tmp_path, monkeypatch):
+    for module in (data_sets, overlapping_data):
+        monkeypatch.setattr(module, "MAX_ENTRIES", 3)
+    for name in ("1", "2", "3"):
+        (tmp_path / name).write_text("")
+    assert FolderWitness.open(tmp_path, "").limits == []
+    (tmp_path / "4").write_text("")
+    assert FolderWitness.open(tmp_path, "").limits == [
+        "it has more than 3 entries, so not all were searched for others' data folders"
+    ]
+
+
+def test_of_two_state_folders_that_begin_in_each_other_at_once_one_gets_the_data(tmp_path, monkeypatch):
+    """Neither folder has an id file when both begin; each looks for the other's before either has a mark."""
+    (tmp_path / "data" / "ward").mkdir(parents=True)
+    both_have_looked, look = threading.Barrier(2, timeout=1), data_sets.find_id_files
+
+    def slow(*args):
+        paths = look(*args)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both_have_looked.wait()
+        return paths
+
+    monkeypatch.setattr(data_sets, "find_id_files", slow)
+    with ThreadPoolExecutor(2) as pool:
+        results = list(
+            pool.map(charge, (tmp_path / "north", tmp_path / "south"), (tmp_path / "data", tmp_path / "data" / "ward"))
+        )
+    assert sorted(result == "charged" for result in results) == [False, True]
+    assert "site ledger adopt" in max(results, key=lambda result: result != "charged")
 
 
 def test_an_id_file_that_cannot_be_locked_stops_the_site(tmp_path, monkeypatch):
@@ -196,6 +299,98 @@ def test_an_id_file_that_cannot_be_locked_stops_the_site(tmp_path, monkeypatch):
     refused = pytest.raises(StateError, match="can be locked against other state folders")
     with refused, FolderWitness.open(tmp_path, "").lock():
         raise AssertionError("not locked")
+
+
+@contextlib.contextmanager
+def another_process(code: str, path):
+    """Run Python code on a path in another process, which prints a line when it is ready."""
+    command = [sys.executable, "-c", f"import fcntl, os, sys, time; path = sys.argv[1]\n{code}", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+HOLD = "file = open(path); fcntl.flock(file, fcntl.LOCK_EX); print('held', flush=True); time.sleep(60)"
+TRY_AS_ANOTHER_USER = """
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+try:
+    fcntl.flock(open(path), fcntl.LOCK_EX | fcntl.LOCK_NB); print('taken', flush=True)
+except OSError as error:
+    print(type(error).__name__, flush=True)
+"""
+
+
+def test_a_lock_that_another_process_holds_stops_the_site_with_a_sentence(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(data_sets, "_QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(data_sets, "_LOCK_SECONDS", 0.3)
+    SiteDataset.from_folder(tmp_path)
+    ledger, claim = open_ledger(tmp_path / "state"), PrivacyBudget(math.inf, 1e-5, Adjacency.REPLACE_ONE)
+    witness, began = FolderWitness.open(tmp_path, ""), time.monotonic()
+    with another_process(HOLD, tmp_path / ID_FILE) as ready:
+        assert ready == "held"
+        with pytest.raises(StateError, match=rf"{ID_FILE}: expected its lock within 0.3 seconds.*lslocks"):
+            ledger.charge(RunTerms("r", claim, 5, 5), ONE_TURN, claim, witness)
+    assert time.monotonic() - began < 10
+    assert f"waiting for the lock of {tmp_path / ID_FILE}" in caplog.text
+    assert not ledger.read(claim).account.entries
+    ledger.charge(RunTerms("r", claim, 5, 5), ONE_TURN, claim, witness)  # the process has ended
+    assert [entry.run for entry in ledger.read(claim).account.entries] == ["r"]
+
+
+def test_a_lock_that_is_released_in_time_is_waited_for(tmp_path):
+    SiteDataset.from_folder(tmp_path)
+    code = HOLD.replace("time.sleep(60)", "time.sleep(0.2)")
+    with another_process(code, tmp_path / ID_FILE), FolderWitness.open(tmp_path, "").lock():
+        pass
+
+
+def test_an_id_file_is_readable_only_by_its_owner(tmp_path):
+    def mode() -> int:
+        return (tmp_path / ID_FILE).stat().st_mode & 0o777
+
+    SiteDataset.from_folder(tmp_path)
+    assert mode() == 0o600
+    (tmp_path / ID_FILE).chmod(0o644)  # as earlier builds wrote it
+    with FolderWitness.open(tmp_path, "").lock():
+        assert mode() == 0o600
+    (tmp_path / ID_FILE).chmod(0o644)
+    FolderWitness.open(tmp_path, "").write(mark_of())
+    assert mode() == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start another user's process")
+def test_another_user_can_not_take_the_lock():
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder)
+        data.chmod(0o755)
+        SiteDataset.from_folder(data)
+        with another_process(TRY_AS_ANOTHER_USER, data / ID_FILE) as result:
+            assert result == "PermissionError"
+        (data / ID_FILE).chmod(0o644)
+        with another_process(TRY_AS_ANOTHER_USER, data / ID_FILE) as result:
+            assert result == "taken"  # the control: so it was before
+        with FolderWitness.open(data, "").lock():
+            pass
+        with another_process(TRY_AS_ANOTHER_USER, data / ID_FILE) as result:
+            assert result == "PermissionError"
+
+
+def test_an_id_file_of_another_user_is_said_to_be_one(tmp_path, monkeypatch):
+    def refused(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    FolderWitness.open(tmp_path, "").write(mark_of())
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(StateError, match=r"found one of another user.*run this site as the file's owner"):
+        FolderWitness.find(tmp_path).read()
+
+
+def test_a_pipe_in_place_of_the_id_file_does_not_block(tmp_path):
+    os.mkfifo(tmp_path / ID_FILE)
+    with pytest.raises(StateError, match="restore it from a backup"):
+        FolderWitness.find(tmp_path).read()
 
 
 def test_an_id_of_version_1_gets_the_ledger_s_tag(tmp_path):

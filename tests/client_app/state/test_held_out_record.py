@@ -17,6 +17,7 @@ from fedveil.client_app.state.held_out_record import HeldOutRecord
 from fedveil.contract import held_out_report
 from fedveil.contract.task import ExampleOrigin
 from fedveil.errors import ConfigError, StateError
+from fedveil.training.held_out import split_held_out
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(32)
 
@@ -57,6 +58,48 @@ def test_rows_that_are_appended_or_in_a_new_file_are_trained_on(record):
     first = record.select_rows("set", 0.5, KEY, origins(400))
     more = record.select_rows("set", 0.5, KEY, [*origins(900), *origins(300, "b.jsonl")])
     assert more == first
+
+
+def by_unit(count: int, size: int) -> list[tuple[int, ...]]:
+    """Units whose rows are far from each other: rows i, i + count / size, ..."""
+    units = count // size
+    return [tuple(range(unit, count, units)) for unit in range(units)]
+
+
+def test_no_unit_is_divided_and_its_first_row_decides(record):
+    units = by_unit(1000, 5)
+    chosen = record.select_rows("set", 0.4, KEY, origins(1000), units)
+    assert chosen.refusal == 0
+    assert {len(chosen.indices & set(unit)) for unit in units} == {0, 5}
+    by_row = HeldOutRecord.open(record.file.parent, "by-row").select_rows("set", 0.4, KEY, origins(1000))
+    assert {unit[0] for unit in units if unit[0] in chosen.indices} == {i for i in by_row.indices if i < 200}
+    assert {len(by_row.indices & set(unit)) for unit in units} > {1, 2, 3}  # the control: rows divide units
+
+
+def test_rows_appended_to_a_held_out_unit_are_neither_trained_on_nor_scored(record):
+    units = by_unit(1000, 5)
+    first = record.select_rows("set", 0.4, KEY, origins(1000), units)
+    held = next(unit for unit in units if unit[0] in first.indices)
+    grown = [(*unit, 1000) if unit == held else unit for unit in units]
+    later = record.select_rows("set", 0.4, KEY, origins(1002), [*grown, (1001,)])
+    assert (later.indices, later.unscored, later.refusal) == (first.indices | {1000}, {1000}, 0)
+    rows = list(range(1002))
+    split = split_held_out(rows, later.indices, later.unscored)
+    assert list(split.held) == sorted(first.indices)
+    assert 1001 in split.trained
+    assert 1000 not in split.trained
+
+
+def test_few_units_get_no_score_though_they_have_many_rows(record):
+    """The mean loss of a single patient with many rows would be that patient's loss."""
+    units = by_unit(1000, 100)
+    assert record.select_rows("set", 0.5, KEY, origins(1000), units).refusal == held_out_report.TOO_FEW
+
+
+def test_a_record_by_rows_gives_no_score_by_units(record):
+    record.select_rows("set", 0.4, KEY, origins(1000))
+    later = record.select_rows("set", 0.4, KEY, origins(1000), by_unit(1000, 5))
+    assert later.refusal == held_out_report.CHANGED
 
 
 def test_rows_that_the_run_does_not_read_any_more_end_the_scores(record):

@@ -41,6 +41,26 @@ def test_a_row_without_an_id_is_refused_by_its_number(tmp_path, missing):
         units.read_ids(table(tmp_path, ["a", None]), "patient")
 
 
+def test_rows_without_an_id_are_one_unit_where_the_run_asks_for_it(tmp_path, caplog):
+    """Rows 2, 3 and 5 have none; the log says how many, and the default refuses them."""
+    file = lines(tmp_path, '"a"', "null", '" "', '"b"', "", '"a"')
+    prepared = PreparedData(list(range(6)), lambda: [ExampleOrigin(str(file), row) for row in range(1, 7)])
+    keys = {"dp.unit-column": "patient"}
+    with pytest.raises(TaskError, match=r'found none in row 2; .*dp.no-unit = "one"'):
+        units.group_rows_of_run(parse(keys), prepared, tmp_path)
+    assert not caplog.text
+    one = units.group_rows_of_run(parse({**keys, "dp.no-unit": "one"}), prepared, tmp_path)
+    assert one == ((0, 5), (1, 2, 4), (3,))
+    assert "3 of 6 rows have no id and are one unit" in caplog.text
+
+
+def test_rows_without_an_id_still_stop_a_site_that_looks_for_a_withdrawn_unit(tmp_path):
+    """Each may be a row of the withdrawn person, whatever a run makes of it."""
+    file = lines(tmp_path, '"a"', "null")
+    with pytest.raises(TaskError, match="found none in row 2"):
+        units.mark_rows(tmp_path, "train", "patient", [ExampleOrigin(str(file), 1)], lambda plain: False)
+
+
 def test_a_missing_column_is_refused_with_those_that_there_are(tmp_path):
     for file in (lines(tmp_path, '"a"'), table(tmp_path, ["a"])):
         with pytest.raises(TaskError, match=r'expected a column of .*, found "person"; it has .*patient'):

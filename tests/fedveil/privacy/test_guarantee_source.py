@@ -57,6 +57,7 @@ def test_steps_of_a_ledger_tell_the_same():
             "= 9",
         ),
         ({"method.name": "fedavg", "dp.unit-column": "", "dp.unit-rows": 4}, "together with dp.unit-column"),
+        ({"method.name": "fedavg", "dp.unit-column": "", "dp.no-unit": "one"}, "dp.no-unit: .*together with"),
     ],
 )
 def test_a_unit_that_the_guarantee_cannot_be_for_is_refused(flat, reason):

@@ -14,6 +14,7 @@ from fedveil.adapters.lora import LoraAdapter
 from fedveil.adapters.prompt import PromptAdapter
 from fedveil.config import parse
 from fedveil.contract.method import RoundContext
+from fedveil.contract.param_spec import ParamSpec
 from fedveil.contract.privacy import SamplingPlan, Step
 from fedveil.contract.trainer import BatchIndices, PerExampleGradients
 from fedveil.errors import ConfigError
@@ -288,3 +289,35 @@ def test_a_site_with_fewer_units_than_a_batch_is_refused_and_so_is_training_by_r
     for act in (trainer.train, trainer.gradient):
         with pytest.raises(ConfigError, match="noisy steps on units"):
             act({})
+
+
+def test_the_difference_that_a_withdrawal_leaves_is_the_unit_s_gradient_unless_there_is_noise():
+    """A server that has a run from the same weights with and without a unit subtracts the two.
+
+    With z = 4 the upload without the unit tells which of two units left it in at most Phi(1 / 4) = 60 % of all cases.
+    """
+    gradients = torch.randn(24, 8, generator=torch.Generator().manual_seed(5))
+    units = tuple((i, i + 8, i + 16) for i in range(8))
+    of_unit = [clipping.clipped_sum({"w": gradients[list(unit)].mean(0, keepdim=True)}, 1.0)["w"] for unit in units]
+
+    def upload(chosen, noise, round_):
+        keys = {"train.batch-size": len(chosen), "train.epochs": 1}
+        _, source = source_of(gradients.tolist(), chosen, **keys)
+        context = RoundContext(round_, "a", True, bytes(32), seeded=True)
+        spec = {"w": ParamSpec((8,))}
+        trained = NoisyTrainer(spec, source, DpSgdConfig(1.0, noise, 1.0), context).train({"w": torch.zeros(8)})
+        return -trained.weights["w"] * len(chosen)  # the sum of the units' clipped gradients
+
+    def share_of_right_guesses(noise, count):
+        right = 0
+        for i in range(count):
+            left = i % 2
+            rest = upload(tuple(unit for unit in units if unit != units[left]), noise, 2 * i)
+            difference = upload(units, noise, 2 * i + 1) - rest
+            right += int(torch.argmin(torch.stack([(difference - one).norm() for one in of_unit[:2]]))) == left
+        return right / count
+
+    clear = upload(units, 0.0, 0) - upload(units[1:], 0.0, 1)
+    torch.testing.assert_close(clear, of_unit[0], rtol=0, atol=1e-5)
+    assert share_of_right_guesses(0.05, 20) == 1.0  # the control: little noise does not hide which unit left
+    assert share_of_right_guesses(4.0, 200) < 0.6 + 4 * (0.24 / 200) ** 0.5
