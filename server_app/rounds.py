@@ -114,6 +114,8 @@ class RoundLoop:
         """
         if self.folder is None or not self.folder.resumed:
             self._checkpoint(-1)
+            if self.folder is not None and self.folder.restarted:
+                self.folder.resume(0, {})
             return 0
         server, loop = self.folder.load_checkpoint()
         changes = run_fingerprint.changed_terms(loop["terms"], self._terms)
