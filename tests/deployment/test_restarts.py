@@ -64,10 +64,14 @@ def until(true: Callable[[], object], seconds: float, command: Command) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A federation's, of one site; its kit is unpacked beside it, and registered."""
+    return provisioned(tmp_path, "localhost")
+
+
+def provisioned(tmp_path: Path, address: str) -> Path:
+    """A federation's folder, of one site; its kit is unpacked beside it."""
     fleet, control = free_ports(2)
     text = (
-        f'name = "pilot"\nserver = ["localhost"]\nsites = ["north"]\nfleet-port = {fleet}\ncontrol-port = {control}\n'
+        f'name = "pilot"\nserver = ["{address}"]\nsites = ["north"]\nfleet-port = {fleet}\ncontrol-port = {control}\n'
     )
     (tmp_path / "federation.toml").write_text(text)
     assert main(["provision", str(tmp_path / "federation.toml")]) == 0

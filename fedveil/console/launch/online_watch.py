@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from fedveil import proxies
 from fedveil.console.doctor import checks
 from fedveil.console.flower.processes import ProcessGroup
 from fedveil.console.flower.programs import ONLINE
 from fedveil.console.launch.restarts import own_error
 from fedveil.console.runs.run_reader import new_lines
 from fedveil.errors import ConfigError, StateError
-from fedveil.guard import last_heartbeat
+from fedveil.guard import flower, last_heartbeat
 from fedveil.records import audit_log
 from fedveil.sanitize import sanitize
 
@@ -62,16 +63,25 @@ def missing_sites(superlink: str, ca: Path) -> str:
     """
     port_check = checks.run_check("fleet port", lambda: checks.check_fleet_port(superlink, ca))
     if port_check.verdict != "fail":
-        return ""
+        return wrong_clock(superlink, ca)
     if _answers(superlink):
         raise ConfigError(f"--superlink: expected this federation's server, found something else: {port_check.text}")
     return f"no answer yet: {port_check.text}; check that --superlink (superlink in the kit) is right; retrying"
 
 
+def wrong_clock(superlink: str, ca: Path) -> str:
+    """Return how far this machine's clock is from the server's if the server refuses that; else ""."""
+    clock = checks.run_check("clock", lambda: checks.check_server_clock(superlink, ca))
+    too_far = clock.verdict == "fail" and "clock is" in clock.text
+    return f"{clock.text}; until then the server refuses this site, which keeps retrying" if too_far else ""
+
+
 def _answers(superlink: str) -> bool:
     try:
-        socket.create_connection(checks.parse_address(superlink), _CONNECT_SECONDS).close()
-    except OSError:
+        host, port = checks.parse_address(superlink)
+        proxy = proxies.find_proxy(host, flower.installed_release().speaks, os.environ)
+        proxies.connect(host, port, proxy, _CONNECT_SECONDS).close()
+    except (OSError, ConfigError):
         return False
     except ValueError as error:
         raise ConfigError(f"--superlink: {error}; write it as fl.example.org:9092") from None
@@ -194,7 +204,8 @@ class SiteStartWatcher:
             return  # not accepted by the server yet, or already reported
         why = "" if time.time() - self.since <= last_heartbeat.SILENT_SECONDS else last_heartbeat.describe_silence(file)
         if why and not self.silence_said:
-            print(f"site {self.name}: {why}; this site keeps retrying", flush=True)
+            clock = wrong_clock(self.superlink, self.ca)
+            print(f"site {self.name}: {why}; {clock or 'this site keeps retrying'}", flush=True)
         elif self.silence_said and not why:
             print(f"site {self.name}: the server hears this site again", flush=True)
         self.silence_said = bool(why)
@@ -236,8 +247,8 @@ class SiteStartWatcher:
             return kind, f"its SuperNode ended with Flower's exit code {exit_codes[-1]}: {meaning}"
         if code == 0 and self.online:
             return SiteProcessEndedError, (
-                "the server closed the connection: its key has expired or was revoked; "
-                "at the next start the server reports which"
+                "the server refused this site's key, which may have expired or been revoked; at the next start the "
+                "server reports which"
             )
         if code < 0:  # Flower logs no reason then, so the log's last line may be unrelated
             name = signal.strsignal(-code) or "unknown"

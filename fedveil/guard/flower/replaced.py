@@ -127,6 +127,14 @@ REPLACED = (
             ("redelivery.py", "get_message_ins", ()),
         )
     ),
+    *(
+        ReplacedAttribute("guard/steady_clock.py", "SuperLink", f"{package}.{module}", "now", speaks="gRPC")
+        for package, modules in (
+            (_LINK, ("sql_linkstate", "in_memory_linkstate", "utils")),
+            (_STORE, ("sql_corestate", "in_memory_corestate")),
+        )
+        for module in modules
+    ),
     ReplacedAttribute(
         "guard/flower/fleet_grpc.py", "SuperLink",
         "flwr.server.superlink.fleet.grpc_rere.node_auth_server_interceptor",
