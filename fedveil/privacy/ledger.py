@@ -56,7 +56,7 @@ from fedveil.contract.privacy import (
     legacy_step,
 )
 from fedveil.encrypted_files import FileSeal
-from fedveil.errors import StateError
+from fedveil.errors import LedgerError, StateError
 from fedveil.privacy.ledger_account import (
     ROW,
     UNIT,
@@ -273,7 +273,7 @@ class PrivacyLedger:
             stored, old = self._read(own)
             mark = self._require_witness(stored, witness)
             if stored.moved_to:
-                raise StateError(
+                raise LedgerError(
                     f"{self._path}: expected a ledger in use, found one whose history the ledger {stored.moved_to} has "
                     "taken over; use that site's state folder"
                 )
@@ -291,9 +291,9 @@ class PrivacyLedger:
         if witness is None or mark is None:
             return None
         if mark.tag != stored.tag:
-            raise StateError(self._foreign(stored, witness))
+            raise LedgerError(self._foreign(stored, witness))
         if mark.changes > len(stored.heads) or stored.heads[mark.changes - 1] != mark.head:
-            raise StateError(
+            raise LedgerError(
                 f"{self._path}: expected the change {mark.changes} that {witness.place} has seen, found "
                 f"{len(stored.heads)} changes, so an older copy of the ledger was restored; restore the newest one, or "
                 "run fedveil site ledger recover, which counts the most that may have been charged since"
@@ -334,7 +334,7 @@ class PrivacyLedger:
                 try:
                     stored = _parse_stored(content)
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    raise StateError(self._damaged(self._path, error)) from None
+                    raise LedgerError(self._damaged(self._path, error)) from None
         if old:
             entry = carry_over(self._old_ledger(path) for path in old)
             if entry.steps:
@@ -352,7 +352,7 @@ class PrivacyLedger:
             has_none = version in _WITHOUT_CHECKSUM and b"checksum" not in data
             return dict(json.loads(data)) if has_none else read_checksummed(data)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise StateError(self._damaged(path, error)) from None
+            raise LedgerError(self._damaged(path, error)) from None
 
     def _old_ledger(self, path: Path) -> OldLedger:
         """Return the content of a ledger of versions 1 to 3."""
@@ -365,7 +365,7 @@ class PrivacyLedger:
             inherited = _parse_history([] if version == _BY_CONTENT else content["carried"])
             return OldLedger(histories, inherited, version != _BY_CONTENT)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StateError(self._damaged(path, error)) from None
+            raise LedgerError(self._damaged(path, error)) from None
 
     def _damaged(self, path: Path, error: Exception) -> str:
         return (
