@@ -93,6 +93,23 @@ def server(folder: Path) -> Iterator[Command]:
         command.stop()
 
 
+def test_a_folder_that_was_moved_serves_its_operators_from_the_new_place(folder: Path, capsys) -> None:
+    """Flower's own connection file names the certificate by an absolute path."""
+    moved = folder.parent / "elsewhere" / "pilot"
+    moved.parent.mkdir()
+    folder.rename(moved)
+    command = Command(moved.parent / "server.out", "server", "start", str(moved))
+    try:
+        until(lambda: "next: fedveil submit" in command.said, 120, command)
+        request = folder.parent / "pilot-north" / "keys" / "request.json"
+        assert main(["members", "register", str(moved), str(request), "--fingerprint", "-"]) == 0
+        capsys.readouterr()
+        main(["status", str(folder.parent / "runs"), "--federation", str(moved)])
+        assert "north" in capsys.readouterr().out
+    finally:
+        command.stop()
+
+
 def test_a_superexec_and_a_superlink_that_are_killed_are_started_again(folder: Path, server: Command) -> None:
     superlink, superexec = server.child("flower-superlink"), server.child("flower-superexec")
     assert superlink is not None
