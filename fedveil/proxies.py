@@ -21,7 +21,7 @@ import socket
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
-from urllib.request import proxy_bypass_environment
+from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]
 
 from fedveil.errors import ConfigError
 

@@ -60,4 +60,4 @@ def examples_per_step(config: RunConfig) -> int:
 def _sends_one_batch(config: RunConfig) -> bool:
     if config.dp.clip_norm or config.method.name not in ONE_BATCH:
         return False
-    return parse_toml(config.method.params, "method.params").get("exchange", "batch") == "batch"
+    return bool(parse_toml(config.method.params, "method.params").get("exchange", "batch") == "batch")

@@ -117,6 +117,7 @@ REPLACED = (
         for call in FLEET_CALLS
     ),
     ReplacedAttribute("guard/flower/fleet_calls.py", "SuperLink", "grpc", "server", ("interceptors",), "gRPC"),
+    ReplacedAttribute("guard/flower/database_locks.py", "SuperLink", "flwr.supercore.sql_mixin", "SQLITE_PRAGMAS"),
     ReplacedAttribute("guard/superlink.py", "SuperLink", "uvicorn", "Config.__init__", ("app",)),
     *(
         ReplacedAttribute(f"guard/flower/{file}", "SuperLink", f"{_LINK}.{module}", f"{state}.{name}", takes)
