@@ -52,7 +52,17 @@ from typing import Any
 from fedveil import paths
 from fedveil.errors import StateError
 
-__all__ = ["NAME", "LogHead", "last_entry", "list_log_files", "log_head", "read_log", "verify_log", "verify_log_files"]
+__all__ = [
+    "NAME",
+    "LogHead",
+    "last_entry",
+    "list_log_files",
+    "log_bytes",
+    "log_head",
+    "read_log",
+    "verify_log",
+    "verify_log_files",
+]
 
 NAME = "audit-log.jsonl"
 CONTINUED = "continued"  # the event of the first line of a file that continues a log
@@ -159,6 +169,11 @@ def list_log_files(file: Path) -> list[Path]:
     earlier = [(int(match[1]), path) for path in file.parent.glob(f"{glob.escape(file.stem)}-*{file.suffix}")
                if (match := name.fullmatch(path.name))]  # fmt: skip
     return [*(path for _, path in sorted(earlier)), file]
+
+
+def log_bytes(file: Path) -> int:
+    """Return the size of a log with its earlier files. Raises OSError."""
+    return sum(part.stat().st_size for part in list_log_files(file))
 
 
 def verify_log(file: Path, anchors: Iterable[LogHead] = ()) -> LogHead:

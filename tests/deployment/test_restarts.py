@@ -175,3 +175,30 @@ def test_a_site_comes_back_after_its_processes_were_killed_and_its_server_was(fo
         assert site.process.poll() is None
     finally:
         site.stop()
+
+
+def test_a_site_comes_back_by_itself_after_its_server_lost_its_database(folder: Path) -> None:
+    kit = folder.parent / "pilot-north"
+    request = str(kit / "keys" / "request.json")
+    server = Command(folder.parent / "server.out", "server", "start", str(folder))
+    site = None
+    try:
+        until(lambda: "next: fedveil submit" in server.said, 120, server)
+        assert main(["members", "register", str(folder), request, "--fingerprint", "-"]) == 0
+        site = Command(folder.parent / "site.out", "site", "start", "--kit", str(kit))
+        until(lambda: "site north: online" in site.said, 120, site)
+        server.stop()
+        for file in (folder / "server").glob("superlink.db*"):
+            file.unlink()
+        server = Command(folder.parent / "again.out", "server", "start", str(folder))
+        until(lambda: "next: fedveil submit" in server.said, 120, server)
+        until(lambda: "this key is registered, but the server's database does not have it" in site.said, 120, site)
+        assert main(["members", "sync", str(folder)]) == 0
+        heard = kit / "state" / "north.heartbeat"
+        synced = time.time()
+        until(lambda: heard.stat().st_mtime > synced, 120, site)
+        assert site.process.poll() is None
+    finally:
+        for command in (site, server):
+            if command is not None:
+                command.stop()

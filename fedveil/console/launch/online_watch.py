@@ -30,6 +30,8 @@ HELD_POLL_SECONDS = 10.0
 _AWAY_SECONDS = 10.0  # a shorter outage is not reported
 _MOST_HEARD = 1 << 20  # bytes of the log per read: app output is unbounded
 _LINK = re.compile(rb"Connection (attempt failed, retrying|successful after)")  # Flower 1.39, 1.41 and 1.42
+# Why the server asks a site to try again: fedveil/guard/flower/retries.py writes it.
+_TEMPORARY = re.compile(rb"fedveil: ((?:the site's clock is|this key is registered, but) [^\"\n]{1,300})")
 _SAID = re.compile(
     r'details = "(fedveil: [^"\n]{1,400})|^(?:\[code: 0\] )?(fedveil: .{1,400})$', re.MULTILINE
 )  # fedveil/guard/site_registry.py
@@ -100,6 +102,7 @@ class SiteStartWatcher:
         since: when it came online, in seconds since 1970; earlier heartbeats do not count.
         was_online: true if an earlier start by this command was online.
         silence_said: whether the last message was that the server does not hear this site.
+        temporary: the last reason for which the server asked it to try again.
     """
 
     processes: ProcessGroup
@@ -117,6 +120,7 @@ class SiteStartWatcher:
     since: float = 0.0
     was_online: bool = False
     silence_said: bool = False
+    temporary: bytes = b""
 
     @classmethod
     def from_processes(cls, processes: ProcessGroup, name: str, state: Path, superlink: str, ca: Path) -> Self:
@@ -180,6 +184,13 @@ class SiteStartWatcher:
             return
         whole = new if len(new) == _MOST_HEARD else new[: new.rfind(b"\n") + 1]
         self.heard += len(whole)
+        for why in _TEMPORARY.findall(whole)[-1:]:
+            if why != self.temporary:
+                text = sanitize(why.decode(errors="replace"), 400)
+                print(
+                    f"site {self.name}: the server does not serve it yet: {text}; this site keeps retrying", flush=True
+                )
+                self.temporary = why
         for link_event in _LINK.findall(whole):
             if link_event.startswith(b"attempt"):
                 self.away = self.away or (time.monotonic(), time.strftime("%H:%M:%S"))

@@ -37,7 +37,7 @@ _PUSHES = ("PushMessagesRequest", "PushObjectRequest")
 _BAD_GATEWAY = "502"
 _TLS_WORDS = ("certificate", "ssl", "tls")  # as Flower's http_retry.py has them
 
-_OWN = re.compile(r"fedveil: (the site's clock is [^\"\n]{1,300})")
+_OWN = re.compile(r"fedveil: ((?:the site's clock is|this key is registered, but) [^\"\n]{1,300})")
 
 _log = MinuteLog()
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedveil.console.main import main
+from fedveil.console.runs import unit_exposure
 from fedveil.errors import StateError
 from fedveil.records import audit_log
 from fedveil.records.audit_log import LogHead, list_log_files, read_log, verify_log
@@ -260,3 +261,17 @@ def test_the_commands(log, capsys, tmp_path):
     assert "matching anchors: 6" in capsys.readouterr().out
     assert main(["log", "verify", str(alone), "--anchor", str(before[0])]) == 2
     assert "name the earlier files too" in capsys.readouterr().err
+
+
+def test_what_a_site_sent_before_a_rotation_is_still_found_and_damage_is_said(log, capsys):
+    for number in range(3):
+        audit_log.append_entry(log, "sent", {"run": "first", "round": number})
+    data = bytearray(log.read_bytes())
+    data[30] ^= 1
+    log.write_bytes(data)
+    rotate_log(log)
+    audit_log.append_entry(log, "sent", {"run": "second", "round": 0})
+    runs = unit_exposure._from_log(log)
+    assert {name: sum(run.rounds.values()) for name, run in runs.items()} == {"first": 2, "second": 1}
+    assert "note: 1 lines of" in capsys.readouterr().err
+    assert audit_log.log_bytes(log) == sum(file.stat().st_size for file in list_log_files(log))
