@@ -11,6 +11,7 @@
     │   └── RankError          one of the processes that train together has ended, or failed
     ├── UnreachableError the SuperLink gives the ServerApp no answers
     ├── StateError       a checkpoint, private state or run folder that cannot be read or written
+    │   └── LedgerError  a site's privacy ledger that is damaged, older than its witness, or another one
     └── PolicyError      this site does not permit what was asked
         └── BudgetError  a record would be charged more privacy than its budget allows
 
@@ -21,6 +22,7 @@ __all__ = [
     "BudgetError",
     "ConfigError",
     "FedVeilError",
+    "LedgerError",
     "OutOfMemoryError",
     "PolicyError",
     "QuorumError",
@@ -70,6 +72,10 @@ class UnreachableError(FedVeilError):
 
 class StateError(FedVeilError):
     """A checkpoint, private state or run folder that cannot be read or written."""
+
+
+class LedgerError(StateError):
+    """A site's privacy ledger that is damaged, older than its witness, or another one: a person must repair it."""
 
 
 class PolicyError(FedVeilError):

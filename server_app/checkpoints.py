@@ -49,6 +49,26 @@ def require_new(folder: Path) -> None:
         raise StateError(f"run folder {folder}: expected an empty one, found other files; choose another run.name")
 
 
+def require_resumable(folder: Path) -> None:
+    """Raise StateError if the folder has no run, or one whose checkpoint is lost after sites took part in it.
+
+    The server writes a checkpoint before it asks a site for anything. So a run with messages and without a checkpoint
+    has lost it, and a start at round 0 would ask the sites for the same rounds again, charged again under `dp.*`.
+    """
+    if has_checkpoint(folder):
+        return
+    messages = disclosure_ledger.read_messages(folder / disclosure_ledger.NAME)
+    if messages:
+        last = max(int(message["round"]) for message in messages)
+        raise StateError(
+            f"run.resume: expected {CHECKPOINT} in {folder}, found none, although sites took part up to round "
+            f"{last + 1} ({disclosure_ledger.NAME}); restore it from a backup, or start a new run with another "
+            "run.name: the sites' ledgers keep what this one cost"
+        )
+    if not any((folder / name).exists() for name in ("id", "status.json")):
+        raise StateError(f"run.resume: expected a run in {folder}, found none; start the run without it")
+
+
 def repair_folder(folder: Path) -> dict[str, Any]:
     """Repair a folder after a crash. Return why the previous process ended, and the torn lines that it left."""
     status: dict[str, Any] = {}
@@ -61,7 +81,7 @@ def repair_folder(folder: Path) -> dict[str, Any]:
         if status.get("state") == "running":
             ended = process_exit.describe_ending(status.get("process") or {})
     torn = {name: atomic_files.cut_torn_line(folder / name)[:_LONGEST] for name in _LINES}
-    if not _is_id(folder):
+    if not _is_id(folder) and has_checkpoint(folder):
         run_id = newest_checkpoint(folder)[0].scalars.get("id")
         atomic_files.write_atomic(folder / "id", sealed_id(str(run_id)))
     return {"before": ended} | ({"torn": {k: v for k, v in torn.items() if v}} if any(torn.values()) else {})
@@ -133,12 +153,17 @@ def sealed_id(name: str) -> bytes:
 def read_id(folder: Path) -> str:
     """Return the run's id. Raises StateError if its file is damaged; a resume rewrites it from the checkpoint."""
     if not _is_id(folder):
-        raise StateError(f"{folder / 'id'}: expected the run's id, found other text; resume the run: run.resume=true")
+        raise StateError(
+            f"{folder / 'id'}: expected the run's id, found none or other text; resume the run: run.resume=true"
+        )
     return (folder / "id").read_text().partition(" ")[0]
 
 
 def _is_id(folder: Path) -> bool:
-    data = (folder / "id").read_bytes()
+    try:
+        data = (folder / "id").read_bytes()
+    except FileNotFoundError:
+        return False
     return data == sealed_id(data.partition(b" ")[0].decode(errors="replace"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -111,11 +112,15 @@ class BestRoundTracker:
         return self.best.about(self._choice) | final
 
 
+_SERVER_ERROR = re.compile(r"\b500 Internal Server Error\b|\bStatusCode\.INTERNAL\b")
+
+
 def failure_reason(error: BaseException, folder: Path) -> str:
     """Return the reason for status.json: the failure, what to lower, and the command that resumes the run, if any."""
     reason = str(error) if isinstance(error, FedVeilError) else f"{type(error).__name__}: {error}"
     if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code):
-        reason = process_exit.TOLD_TO_END  # Flower answers a signal by SystemExit: 0
+        # Flower answers a signal by SystemExit: 0, and the end of a run that it gave up for lack of heartbeats too.
+        reason = process_exit.describe_lost_contact() or process_exit.TOLD_TO_END
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:
@@ -123,6 +128,9 @@ def failure_reason(error: BaseException, folder: Path) -> str:
         link = link.__cause__ or link.__context__
     if any(isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT) for each in chain):
         reason += "; the server's disk is full: free space"
+    elif _SERVER_ERROR.search(reason):  # of the SuperLink, whose own log has the cause
+        full = process_exit.describe_full_disk(folder, Path.cwd())
+        reason += f"; {full}" if full else "; the SuperLink's log (logs/superlink.log of its state folder) says why"
     elif process_exit.is_out_of_memory(error):
         reason += f"; {process_exit.LOWER}"
     elif process_exit.ExitCause.MEMORY in reason:  # a site reported it

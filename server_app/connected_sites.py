@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from flwr.common.constant import HEARTBEAT_INTERVAL_INF
@@ -23,7 +23,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _POLL_SECONDS = 0.25
 _SILENT = re.compile("no (reply|answer) within ")
 _POLICY = "its policy"
-_REFUSES = {"PolicyError: ": _POLICY, "BudgetError: ": "its ledger"}
+_LEDGER = "its ledger"
+_BROKEN = "LedgerError at the site"  # client_app/app.py: nothing else of it is for the server
+_REFUSES = {"PolicyError: ": _POLICY, "BudgetError: ": _LEDGER, _BROKEN: f"{_LEDGER}, which must be repaired"}
+_FOR_GOOD = ("BudgetError: ", _BROKEN)
 _NAMED = 5  # maximum number of sites named in an error
 _GONE_SECONDS = 62.0  # Flower treats a SuperNode as connected for a minute after its last sign of life
 
@@ -57,16 +60,28 @@ def _simulated(nodes: Sequence[NodeInfo]) -> bool:
     return all(not node.name and node.heartbeat_interval >= HEARTBEAT_INTERVAL_INF for node in nodes)
 
 
+def sites_out(attempt: RoundRecord) -> dict[str, str]:
+    """Return by site why it cannot take part in this run any more: its ledger would refuse each further round too.
+
+    A policy may permit a later round, for example at another hour, so it does not count here.
+    """
+    return {site: why for site, why in attempt.failed.items() if why.startswith(_FOR_GOOD)}
+
+
 def wait_for(
-    grid: Grid, count: int, seconds: float, because: str = "cohort.sites and cohort.min-sites"
+    grid: Grid,
+    count: int,
+    seconds: float,
+    because: str = "cohort.sites and cohort.min-sites",
+    out: Collection[str] = (),
 ) -> dict[str, int]:
-    """Wait for at least `count` sites and return those connected.
+    """Wait for at least `count` sites and return those connected, without the sites `out`.
 
     Raises:
         QuorumError: too few sites after `seconds`; the error names the settings in `because`, which require them.
     """
     end = time.monotonic() + seconds
-    while len(sites := connected_sites(grid)) < count:
+    while len(sites := {name: node for name, node in connected_sites(grid).items() if name not in out}) < count:
         if time.monotonic() > end:
             raise QuorumError(
                 f"cohort: expected {count} connected sites within {seconds:g} s, found {len(sites)} "
@@ -77,7 +92,13 @@ def wait_for(
 
 
 def await_quorum(
-    grid: Grid, round_: int, quorum: int, cohort: CohortConfig, before: RoundRecord | None, folder: RunFolder | None
+    grid: Grid,
+    round_: int,
+    quorum: int,
+    cohort: CohortConfig,
+    before: RoundRecord | None,
+    folder: RunFolder | None,
+    out: Mapping[str, str] | None = None,
 ) -> None:
     """Wait until a round can succeed, so that no site trains for a round that cannot.
 
@@ -89,17 +110,18 @@ def await_quorum(
         quorum: the quorum of the round.
         before: the previous attempt.
         folder: the run folder, in which the wait is recorded.
+        out: sites that are not asked any more in this run, with their reasons (`sites_out`).
 
     Raises:
         QuorumError: no round could succeed within cohort.wait-seconds.
     """
-    began = time.monotonic()
+    began, out = time.monotonic(), out or {}
     end, refused = began + cohort.wait_seconds, refusing_sites(before)
     silent = {site for site, why in before.failed.items() if _SILENT.match(why)} if before else set[str]()
     noticed = min(end, began + _GONE_SECONDS)
     last_willing = -1
     while True:
-        there, now = connected_sites(grid), time.monotonic()
+        there, now = {name: id_ for name, id_ in connected_sites(grid).items() if name not in out}, time.monotonic()
         silent = silent & set(there) if now <= noticed else set()
         drawn = aggregation_rules.cohort_size(cohort.fraction, len(there))
         willing = min(drawn, len([site for site in there if site not in refused and site not in silent]))
@@ -110,7 +132,7 @@ def await_quorum(
             raise QuorumError(
                 f"round {round_ + 1}: expected at least {quorum} sites that take part within "
                 f"{cohort.wait_seconds:g} s, found {willing} (connected: {', '.join(there) or 'none'}; {why}); "
-                f"{suggest_remedy(before)}"
+                f"{suggest_remedy(before, out)}"
             )
         if folder and willing != last_willing:
             folder.underway.awaits(willing, end - now, refused)
@@ -120,14 +142,18 @@ def await_quorum(
 
 def refusing_sites(attempt: RoundRecord | None) -> dict[str, str]:
     """Return by site what refused the attempt there: "its policy" or "its ledger"."""
-    failed = attempt.failed if attempt else {}
+    return _refusals(attempt.failed if attempt else {})
+
+
+def _refusals(failed: Mapping[str, str]) -> dict[str, str]:
     refusals = ((site, by) for site, why in failed.items() for start, by in _REFUSES.items() if why.startswith(start))
     return dict(refusals)
 
 
-def suggest_remedy(before: RoundRecord | None) -> str:
-    """Suggest the next step for missing sites, from the outcome of the last attempt."""
-    refused, failed = refusing_sites(before), before.failed if before else {}
+def suggest_remedy(before: RoundRecord | None, out: Mapping[str, str] | None = None) -> str:
+    """Suggest the next step for missing sites, from the outcome of the last attempt and the sites `out`."""
+    failed = {**(out or {}), **(before.failed if before else {})}
+    refused = _refusals(failed)
     if not refused:
         if failed and not any(_SILENT.match(why) for why in failed.values()):
             return (
@@ -137,5 +163,6 @@ def suggest_remedy(before: RoundRecord | None) -> str:
         return "start the missing sites, see the sites' logs, or lower cohort.min-sites"
     named = [f"{site}, refused by {by}" for site, by in refused.items()]
     named[_NAMED:] = [f"and {len(named) - _NAMED} more"] * (len(named) > _NAMED)
-    step = "correct it and submit again, or resume; " * (_POLICY in refused.values())
+    mended = _POLICY in refused.values() or any(why.startswith(_BROKEN) for why in failed.values())
+    step = "correct it and submit again, or resume; " * mended
     return f"out of this run: {'; '.join(named)}; {step}see the sites' logs, or lower cohort.min-sites"

@@ -57,7 +57,8 @@ _LOST = {  # by Flower's ErrorCode
     3: "its message was lost before all of it had arrived: the site ended while sending, or the site or the "
     "SuperLink's state was removed",
     4: "its reply was lost, or arrived too late",
-    5: "its SuperNode has shown no sign of life for a minute: its machine, its network or the process has failed",
+    5: "its SuperNode has shown no sign of life for a minute: its machine, its network or the process has failed, "
+    "or its key was revoked, replaced or is past its last day: fedveil members list says so",
     8: "its client process (flwr-clientapp) ended without a message: killed, perhaps for lack of memory; see its log",
 }
 

@@ -87,6 +87,7 @@ class RoundLoop:
         self._exchange: MessageExchange | None = None
         self._unseen: ServerSecAgg | None = None
         self._participated: set[str] = set()
+        self._out: dict[str, str] = {}  # by site: why it is not asked any more; a resume asks it again
         self._lost = 0  # rounds in a row that were lost
         self._last: dict[str, str] = {}  # by site: the client round of its last upload in the state
         self._secret = rng.derive_secret("server", settings.seed, settings.deterministic)
@@ -114,6 +115,8 @@ class RoundLoop:
         """
         if self.folder is None or not self.folder.resumed:
             self._checkpoint(-1)
+            if self.folder is not None and self.folder.restarted:
+                self.folder.resume(0, {})
             return 0
         server, loop = self.folder.load_checkpoint()
         changes = run_fingerprint.changed_terms(loop["terms"], self._terms)
@@ -169,7 +172,7 @@ class RoundLoop:
         for number in range(cohort.max_retries + 1):
             if number:
                 time.sleep(min(_BACK_OFF_SECONDS * 2 ** (number - 1), cohort.wait_seconds))
-            connected_sites.await_quorum(grid, round_, quorum, cohort, before, self.folder)
+            connected_sites.await_quorum(grid, round_, quorum, cohort, before, self.folder, self._out)
             started = time.monotonic()
             reception = self.open_reception(grid, round_, number)
             attempt, messages = self.open_attempt(grid, round_, number, deadline, config, reception)
@@ -187,14 +190,14 @@ class RoundLoop:
         raise QuorumError(
             f"round {round_ + 1}: expected at least {quorum} accepted uploads, found "
             f"{len(before.accepted) if before else 0} in the last of {cohort.max_retries + 1} attempts "
-            f"({before.reasons if before else 'none'}); {connected_sites.suggest_remedy(before)}"
+            f"({before.reasons if before else 'none'}); {connected_sites.suggest_remedy(before, self._out)}"
         )
 
     def _settle_pending(self, pending: PendingSum, grid: Grid, round_: int, config: ConfigRecord) -> RoundRecord:
         """Open the sum whose list was closed before the server was restarted. Raises QuorumError like `run_round`."""
         started, plan = time.monotonic(), pending.unmasking.plan
         log(INFO, "round %s: opening the sum that was closed before the restart", round_ + 1)
-        connected_sites.await_quorum(grid, round_, plan.quorum, self.settings.cohort, None, self.folder)
+        connected_sites.await_quorum(grid, round_, plan.quorum, self.settings.cohort, None, self.folder, self._out)
         reception, address = (
             self.open_reception(grid, round_, plan.attempt),
             MessageAddress(self.run_name, plan.attempt),
@@ -216,6 +219,7 @@ class RoundLoop:
     def _conclude(self, result: AttemptResult, started: float) -> bool:
         """Record an attempt. Return whether its round is over: it counts, or is lost. Raises QuorumError."""
         self._keep_known_sites()
+        self._leave_out(connected_sites.sites_out(result.record))
         if self.record_attempt(result, started):
             self._lost = 0
         elif result.is_lost:
@@ -225,6 +229,13 @@ class RoundLoop:
         if self._pending:
             self._pending.remove()
         return True
+
+    def _leave_out(self, out: Mapping[str, str]) -> None:
+        """Do not ask these sites again in this run, and record it: each attempt would charge the other sites too."""
+        for site, why in out.items():
+            if site not in self._out and self.folder:
+                self.folder.audit("left-out", {"site": site, "reason": why})
+            self._out[site] = why
 
     def _keep_known_sites(self) -> None:
         if self._unseen and self._known:
@@ -241,7 +252,7 @@ class RoundLoop:
         if self._lost > self.settings.cohort.max_retries:
             raise QuorumError(
                 f"round {record.round + 1}: lost, as were the {self._lost - 1} before it "
-                f"({record.reasons}); {connected_sites.suggest_remedy(record)}"
+                f"({record.reasons}); {connected_sites.suggest_remedy(record, self._out)}"
             )
 
     def open_reception(self, grid: Grid, round_: int, number: int) -> Reception:
@@ -272,7 +283,7 @@ class RoundLoop:
         settings, cohort, secagg = self.settings, self.settings.cohort, self._unseen
         least = aggregation_rules.fewest_sites(settings.aggregate, cohort.fraction)
         nodes = connected_sites.wait_for(
-            grid, least, cohort.wait_seconds, "aggregate.num-byzantine and aggregate.num-selected"
+            grid, least, cohort.wait_seconds, "aggregate.num-byzantine and aggregate.num-selected", self._out
         )
         address, tally, requests = MessageAddress(self.run_name, number), AttemptTally(), None
         if secagg and reception:

@@ -73,8 +73,8 @@ class RunFolder:
         self.outlets, self.underway = MetricsDispatcher({}), RoundProgressFile(folder)
         if not resume:
             checkpoints.require_new(folder)
-        elif not (folder / "id").exists():
-            raise StateError(f"run.resume: expected a run in {folder}, found none; start the run without it")
+        else:
+            checkpoints.require_resumable(folder)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.close = weakref.finalize(self, os.close, process_exit.lock_folder(folder))
@@ -84,10 +84,11 @@ class RunFolder:
             ) from error
         if not resume:
             checkpoints.require_new(folder)  # another process may have been faster
-        # Before the first checkpoint, no site was asked for anything.
+        # Before the first checkpoint, no site was asked for anything: such a run starts at round 0.
         self.resumed = resume and checkpoints.has_checkpoint(folder)
+        self.restarted = resume and not self.resumed
         self.notes = checkpoints.repair_folder(folder) if resume else {}
-        if not resume:
+        if not (folder / "id").exists():
             atomic_files.write_atomic(folder / "id", checkpoints.sealed_id(secrets.token_hex(4)))
         atomic_files.write_atomic(folder / _RESERVE, bytes(_RESERVED_BYTES))
 

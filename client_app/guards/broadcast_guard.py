@@ -1,8 +1,9 @@
 """Check the first weights that a client round trains from, under any method, before any example is read.
 
-    <state-dir>/<run>/<site>/received.json    of the last completed client round: a secret key, and sketches under that
-                                              key of the run's first weights and of the weights last trained from, each
-                                              with the norm that it is measured by, for every tensor
+    <state-dir>/<run>/<site>/received.json    of the last completed client round, with a checksum: a secret key, and
+                                              sketches under that key of the run's first weights and of the weights
+                                              last trained from, each with the norm that it is measured by, for every
+                                              tensor
 
     norm   = |w|                                       all trained tensors together
     change = max over tensors of  rms(w - last) / max(rms so far of this tensor, rms so far of all together)
@@ -41,7 +42,6 @@ not stored twice. It measures a change to within about 9 %.
 from __future__ import annotations
 
 import base64
-import json
 import logging
 import math
 import os
@@ -72,7 +72,7 @@ from fedveil.contract.trainer_wrappers import TrainerWrapper, WrappedGradientSou
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import PolicyError, StateError
 from fedveil.ops.count_sketch import SIZE, count_sketch
-from fedveil.records.atomic_files import write_atomic
+from fedveil.records.atomic_files import read_checksummed, write_atomic, write_checksummed
 
 _KEY_BYTES = 32
 
@@ -182,24 +182,24 @@ class BroadcastReferenceStore:
         if not self._file.exists():
             return None
         try:
-            content = json.loads(self.seal.read(self._file, state_role(self._file)))
+            content = read_checksummed(self.seal.read(self._file, state_role(self._file)))
             first, last = _unpack(content["first"]), _unpack(content["last"])
             key = bytes.fromhex(content["key"])
             if len(key) == _KEY_BYTES and first.keys() == last.keys():
                 return BroadcastReference(key, first, last)
             reason = "another length"
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = type(error).__name__
         raise StateError(
-            f"{self._file}: expected the record of what this site last trained from, found none that can be read "
-            f"({reason}); restore it from a backup"
+            f"{self._file}: expected the record of what this site last trained from, with its checksum, found none "
+            f"that can be read ({reason}); restore it from a backup, or take no further part in this run"
         )
 
     def save(self, reference: BroadcastReference) -> None:
         """Save the reference atomically. Raises StateError, e.g. on a full disk."""
         content = {"key": reference.key.hex(), "first": _pack(reference.first), "last": _pack(reference.last)}
         try:
-            write_atomic(self._file, self.seal.closed([json.dumps(content).encode()], state_role(self._file)))
+            write_atomic(self._file, self.seal.closed([write_checksummed(content)], state_role(self._file)))
         except OSError as error:
             raise StateError(f"{self._file}: expected to write it, found {error}; free space") from error
 

@@ -17,6 +17,8 @@ and the site's ledger checks privacy charges (fedveil/privacy/charged_gradients.
 |---|---|
 | the node config names no file | everything is permitted except a round that was served before (replay_guard.py), and a
   broadcast that changes or drifts by more than 10; only the guard's entry point in the image refuses |
+| fewer examples than min-examples or min-batch, by the run config alone | the run is refused before a row is looked at
+  (planned_examples.py) |
 | the file is missing, is not TOML, has an unknown key or a value of a wrong type | PolicyError |
 | a key is absent | it restricts nothing; but a run config key that neither it nor [permits] names must have its
   default |
@@ -47,6 +49,7 @@ from datetime import datetime
 from fedveil.client_app.instruction import ClientAssignment
 from fedveil.client_app.node_config import SiteConfig
 from fedveil.client_app.policy import privacy_cost, run_config_rules, secagg
+from fedveil.client_app.policy.planned_examples import require_planned_examples
 from fedveil.client_app.policy.site_policy import SitePolicy, load_policy, policy_of_site
 from fedveil.client_app.policy.time_windows import require_hour
 from fedveil.client_app.state.flower_runs import bind_flower_run, check_flower_run
@@ -123,6 +126,7 @@ def list_refusals(
             lambda: privacy_cost.require_noise(config, policy.min_noise_multiplier),
             lambda: secagg.check_secagg_demands(*secure),
             lambda: check_run_config(policy, config),
+            lambda: require_planned_examples(policy.min_examples, policy.min_batch, config),
         ]
         if (most := policy.max_epsilon) is not None:
             judged.append(lambda: privacy_cost.require_epsilon(assignment, most, policy.delta))

@@ -159,10 +159,19 @@ def policy_of_site(site: SiteConfig) -> SitePolicy:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
             what = f"{key}: {first['msg'].removeprefix('Value error, ')}"
+            if misplaced := _own_keys_in_permits(path):
+                what = f"{misplaced}: expected above the line [permits], found below it; move it up"
             if new := RENAMED_KEYS.get(key):
                 what = f"{key}: expected the key's current name, {new}, found its old one"
         else:
-            what = type(error).__name__
+            what = f"not TOML: {error}" if isinstance(error, tomllib.TOMLDecodeError) else type(error).__name__
         problem = "none" if isinstance(error, OSError) else "an invalid one"
         says = f"policy: expected a readable policy file, found {problem} ({what}); the site must correct it"
         raise PolicyError(says) from error
+
+
+def _own_keys_in_permits(path: Path) -> str:
+    """Return the policy's own keys that stand below [permits], where TOML reads them as keys of that table."""
+    permits = tomllib.loads(path.read_text()).get("permits")
+    own = {field.alias or name for name, field in SitePolicy.model_fields.items()}
+    return ", ".join(sorted(own & set(permits))) if isinstance(permits, dict) else ""

@@ -1,6 +1,6 @@
 """Bind each Flower run to one run of this site, so that a server cannot use one run as many.
 
-    <state-dir>/.flower-runs/<Flower run>    the run's name in the first instruction
+    <state-dir>/.flower-runs/<Flower run>    {"checksum": ..., "run": the run's name in the first instruction}
 
 Every message contains the run's name, and the site counts served rounds and reported scores by that name.
 A resumed run has another Flower run and the same name, so several Flower runs may be bound to one name.
@@ -17,10 +17,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedveil.errors import PolicyError, StateError
-from fedveil.records.atomic_files import write_atomic
+from fedveil.records.atomic_files import read_checksummed, write_atomic, write_checksummed
 
 FOLDER = ".flower-runs"
-_MOST_BYTES = 64
+_MOST_BYTES = 1024
 
 
 def check_flower_run(state_dir: Path, flower_run: int, run: str) -> None:
@@ -28,11 +28,14 @@ def check_flower_run(state_dir: Path, flower_run: int, run: str) -> None:
     file = _file_of(state_dir, flower_run)
     try:
         with file.open("rb") as data:
-            bound = data.read(_MOST_BYTES + 1).decode()
+            bound = str(read_checksummed(data.read(_MOST_BYTES + 1))["run"])
     except FileNotFoundError:
         return
-    except (OSError, ValueError) as error:
-        raise StateError(f"{file}: expected the name of a run, found {type(error).__name__}; remove it") from None
+    except (OSError, ValueError, KeyError) as error:
+        raise StateError(
+            f"{file}: expected the name of a run with its checksum, found none that can be read "
+            f"({type(error).__name__}); restore it from a backup, or submit a new run"
+        ) from None
     if bound != run:
         raise PolicyError(
             f"run: expected {bound!r}, which this Flower run began with at this site, found {run!r}; submit a new run"
@@ -47,7 +50,7 @@ def bind_flower_run(state_dir: Path, flower_run: int, run: str) -> None:
         return
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomic(file, [run.encode()])
+        write_atomic(file, write_checksummed({"run": run}))
     except OSError as error:
         raise StateError(f"{file}: cannot be written: {error}; free space") from error
 

@@ -16,7 +16,7 @@ The site relies on this file, not on the server's claims.
 | a round after one that the server returned to | served with any message, because the new sums may differ |
 | an older round | PolicyError |
 | a round below 0, or at or beyond run.rounds | PolicyError |
-| any round, and the file is damaged | StateError |
+| any round, and the file is damaged, or missing beside the private state of a served round | StateError |
 | any round that holds out a different fraction of rows than the first one | PolicyError
 | any round, after the site has purged its state of the run | PolicyError; the file stays, with {"purged": true} |
 
@@ -34,7 +34,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fedveil.client_app.state.client_state import state_folder_of
+from fedveil.client_app.state.client_state import RECEIVED, state_folder_of
 from fedveil.errors import PolicyError, StateError
 from fedveil.records.atomic_files import read_checksummed, write_atomic, write_checksummed
 
@@ -209,6 +209,12 @@ class ReplayGuard:
 
     def _read(self) -> _Kept:
         if not self._file.exists():
+            # Both are written at the end of a client round, this file before it.
+            if (self.folder / RECEIVED).exists() or any(self.folder.glob("turn-*.safetensors")):
+                raise StateError(
+                    f"{self._file}: expected the last rounds that were served, found none beside the run's private "
+                    "state; restore it from a backup, or take no further part in this run"
+                )
             return _Kept()
         try:
             content = read_checksummed(self._file.read_bytes())

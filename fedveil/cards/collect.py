@@ -169,7 +169,7 @@ def _log(run: RecordedRun) -> tuple[LogAnchors, str]:
     except StateError as error:  # the card says so: nothing else in it depends on the log
         why = str(error).replace(str(file), file.name)
         return LogAnchors(note=card_text(f"The server's audit log cannot be read: {why}")), ""
-    head = audit_log.LogHead(len(lines), str(lines[-1]["hash"])) if lines else audit_log.LogHead()
+    head = audit_log.LogHead(lines[-1]["n"] + 1, str(lines[-1]["hash"])) if lines else audit_log.LogHead()
     own = [line for line in lines if line.get("run") == name]
     app = next((str(line.get("app", "")) for line in reversed(own) if line["event"] == "started"), "")
     app = app if re.fullmatch("[0-9a-f]{64}", app) else ""  # a simulation's bundle has none

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, ModuleType
 
-from fedveil import __version__
+from fedveil import __version__, proxies
 from fedveil.console.command_list import CommandSource, find_command, list_commands
 from fedveil.errors import ConfigError, FedVeilError
 from fedveil.sanitize import sanitize
@@ -60,6 +60,7 @@ def run_command(name: str, module: ModuleType, argv: Sequence[str] | None = None
 def _run(parser: Callable[[], argparse.ArgumentParser], given: Sequence[str]) -> int:
     # Set before torch is imported: spinning threads make a busy machine many times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    proxies.exempt_loopback(os.environ)
     interrupt = _Interrupt()
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background job ignores it by default
         signal.signal(number, interrupt)

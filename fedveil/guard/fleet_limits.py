@@ -29,6 +29,8 @@ BODY_BYTES_OF_A_SLICE = flower_objects.BODY_BYTES_OF_A_SLICE
 
 # A site's clock may be 305 s behind: the limit of Flower's own check of signed times.
 MAX_CLOCK_SECONDS = 400.0
+# Words before the server's time in its answer to a call without a key: fedveil/console/doctor/checks.py reads it.
+SHOWS_TIME = "the server's clock shows "
 TTL_TOLERANCE_SECONDS = 0.1  # Flower's own is 0.1 too
 MAX_RUNTIME_SECONDS = 3e6
 

@@ -8,7 +8,10 @@ from a minute later it is permanently offline.
 | no answer, UNAVAILABLE, 502, 503, 504 | retries after at most 20 s | the same |
 | any other error, `success` false, the end of a run | the thread ends | retries, with one log line per minute |
 | UNAUTHENTICATED, 401 | the process ends | the same |
-| is answered | nothing is recorded | its time is the mtime of FEDVEIL_HEARTBEAT_FILE, if set: the source of "online" |
+| of a SuperNode is answered | nothing is recorded | its time is the mtime of FEDVEIL_HEARTBEAT_FILE, if set: the source
+  of "online" |
+| of a task is answered | nothing is recorded | its time is in FEDVEIL_LAST_ANSWER: a run that ends says if contact was
+  lost |
 | `stop` after the thread has ended | RuntimeError | returns |
 """
 
@@ -25,6 +28,7 @@ from flwr.supercore.run import RunNotRunningException
 
 from fedveil.guard.last_heartbeat import VARIABLE
 from fedveil.guard.minute_log import MinuteLog
+from fedveil.records import process_exit
 from fedveil.sanitize import sanitize
 
 _SENDER = "HeartbeatSender"
@@ -58,6 +62,16 @@ class PersistentHeartbeatSender(HeartbeatSender):
         """Record that a heartbeat was answered; does nothing for a task."""
 
 
+class TaskHeartbeatSender(PersistentHeartbeatSender):
+    """The sender of a ServerApp or ClientApp process, which records when a heartbeat was answered.
+
+    In the environment, because the bundle has its own copy of every module.
+    """
+
+    def _note_answer(self) -> None:
+        os.environ[process_exit.LAST_ANSWER] = f"{process_exit.boot_seconds():.1f}"
+
+
 class NodeHeartbeatSender(PersistentHeartbeatSender):
     """A SuperNode's sender, which records when a heartbeat was answered."""
 
@@ -81,4 +95,4 @@ def patch_node_heartbeat(module: str) -> None:
 
 def patch_task_heartbeat(module: str) -> None:
     """Make this ServerApp or ClientApp process send such heartbeats. `module` is the Flower module that runs it."""
-    setattr(importlib.import_module(module), _SENDER, PersistentHeartbeatSender)
+    setattr(importlib.import_module(module), _SENDER, TaskHeartbeatSender)

@@ -14,10 +14,29 @@ from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_sig
 ERRORS = (ValueError, TypeError, AttributeError, UnsupportedAlgorithm, binascii.Error)
 
 
+class ClockDifferenceError(ValueError):
+    """The key signed the time, but the site's clock and the server's are too far apart. The text is for the site."""
+
+
 def check_signed_time(key: bytes, stamp: str, signature: bytes) -> None:
-    """Raise one of ERRORS unless the key (PEM) signed this time within Flower's tolerance of now."""
-    age = (now() - datetime.fromisoformat(stamp)).total_seconds()
-    if not -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
-        raise ValueError("time outside the tolerance")
+    """Raise one of ERRORS unless the key (PEM) signed this time within Flower's tolerance of now.
+
+    Raises ClockDifferenceError if only the time is wrong: one of the two clocks is, perhaps for a moment. So the site
+    is told, and asks again.
+    """
+    signed = datetime.fromisoformat(stamp)
+    here = now()
+    age = (here - signed).total_seconds()  # before the signature, which costs more: a time without a zone is no time
     if not verify_signature(bytes_to_public_key(key), stamp.encode("ascii"), signature):
         raise ValueError("signature does not match")
+    if not -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
+        raise ClockDifferenceError(describe_clock_difference(-age, here))
+
+
+def describe_clock_difference(ahead: float, here: datetime) -> str:
+    """Describe a site's clock that is `ahead` seconds before the server's, which shows `here`; negative: behind it."""
+    way = "ahead of" if ahead > 0 else "behind"
+    return (
+        f"the site's clock is {abs(ahead):,.0f} s {way} the server's, which shows {here:%Y-%m-%d %H:%M:%S} UTC; "
+        "correct the one that is wrong"
+    )

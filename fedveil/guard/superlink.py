@@ -27,9 +27,9 @@ from typing import NoReturn
 import uvicorn
 
 from fedveil.errors import ConfigError, FedVeilError
-from fedveil.guard import duplicate_pushes, flower
+from fedveil.guard import duplicate_pushes, flower, steady_clock
 from fedveil.guard.control_log import ControlLog
-from fedveil.guard.flower import incomplete_replies, redelivery, replaced
+from fedveil.guard.flower import database_locks, incomplete_replies, redelivery, replaced
 from fedveil.guard.minute_log import limit_refusal_lines
 from fedveil.guard.operator_access import App, OperatorAccessChecker
 from fedveil.guard.site_registry import SiteKeyChecker
@@ -94,6 +94,9 @@ def patch_superlink() -> None:
     except ConfigError as error:
         _refuse(error)
     duplicate_pushes.patch_duplicate_pushes()
+    if flower.installed_release().speaks == "gRPC":
+        steady_clock.patch_lease_clock()
+    database_locks.patch_busy_timeout()
     incomplete_replies.patch_incomplete_replies()
     redelivery.patch_redelivery()
     limit_refusal_lines()

@@ -56,7 +56,7 @@ from fedveil.contract.privacy import (
     legacy_step,
 )
 from fedveil.encrypted_files import FileSeal
-from fedveil.errors import StateError
+from fedveil.errors import LedgerError, StateError
 from fedveil.privacy.ledger_account import (
     ROW,
     UNIT,
@@ -202,7 +202,7 @@ class PrivacyLedger:
             stored, old = self._read(own)
             mark = witness.read()
             if mark is not None and mark.tag != stored.tag:
-                raise StateError(self._foreign(stored, witness))
+                raise LedgerError(self._foreign(stored, witness))
             is_behind = mark is not None and mark.changes > len(stored.heads) and mark.entries == stored.mark.entries
             account = stored.account.hold_to(own).use_up()
             if not is_behind:
@@ -277,7 +277,7 @@ class PrivacyLedger:
             stored, old = self._read(own)
             mark = self._require_witness(stored, witness)
             if stored.moved_to:
-                raise StateError(
+                raise LedgerError(
                     f"{self._path}: expected a ledger in use, found one whose history the ledger {stored.moved_to} has "
                     "taken over; use that site's state folder"
                 )
@@ -295,7 +295,7 @@ class PrivacyLedger:
             return None
         for place, other in witness.read_others():
             if other.tag != stored.tag:
-                raise StateError(
+                raise LedgerError(
                     f"{place}: expected the tag of the ledger in {self._folder}, found that of another state folder, "
                     f"whose data may have the same rows as that of {witness.place}: one folder is in the other, or a "
                     "link leads there; use the state folder that charged it, run fedveil site ledger adopt on "
@@ -306,14 +306,14 @@ class PrivacyLedger:
         if mark is None:
             return None
         if mark.tag != stored.tag:
-            raise StateError(self._foreign(stored, witness))
+            raise LedgerError(self._foreign(stored, witness))
         self._require_change(stored, witness.place, mark)
         return mark
 
     def _require_change(self, stored: StoredAccount, place: str, mark: WitnessMark) -> None:
         """Raise StateError if the ledger does not contain the change that a place has seen."""
         if mark.changes > len(stored.heads) or stored.heads[mark.changes - 1] != mark.head:
-            raise StateError(
+            raise LedgerError(
                 f"{self._path}: expected the change {mark.changes} that {place} has seen, found "
                 f"{len(stored.heads)} changes, so an older copy of the ledger was restored; restore the newest one, or "
                 "run fedveil site ledger recover on that folder, which counts the most that may have been charged since"
@@ -353,7 +353,7 @@ class PrivacyLedger:
                 try:
                     stored = _parse_stored(content)
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    raise StateError(self._damaged(self._path, error)) from None
+                    raise LedgerError(self._damaged(self._path, error)) from None
         if old:
             entry = carry_over(self._old_ledger(path) for path in old)
             if entry.steps:
@@ -371,7 +371,7 @@ class PrivacyLedger:
             has_none = version in _WITHOUT_CHECKSUM and b"checksum" not in data
             return dict(json.loads(data)) if has_none else read_checksummed(data)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise StateError(self._damaged(path, error)) from None
+            raise LedgerError(self._damaged(path, error)) from None
 
     def _old_ledger(self, path: Path) -> OldLedger:
         """Return the content of a ledger of versions 1 to 3."""
@@ -384,7 +384,7 @@ class PrivacyLedger:
             inherited = _parse_history([] if version == _BY_CONTENT else content["carried"])
             return OldLedger(histories, inherited, version != _BY_CONTENT)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StateError(self._damaged(path, error)) from None
+            raise LedgerError(self._damaged(path, error)) from None
 
     def _damaged(self, path: Path, error: Exception) -> str:
         return (

@@ -23,27 +23,49 @@ without collisions:
 
 An anchor is the text "LINES:HASH" of `log_head`. Server and site exchange their anchors with every
 message, so each log holds anchors of the other.
+
+A log may continue in a new file (log_rotation.py). The earlier files lie beside it and belong to the log:
+
+    audit-log-0-1233.jsonl    lines 0 to 1233
+    audit-log.jsonl           its first line has n = 1234, the hash of line 1233 as previous, and the event "continued"
+
+So lines keep their numbers and every anchor stays valid. The line "continued" records the earlier file's SHA-256 and
+which of its lines were damaged, if any: exactly that damage is accepted in exactly that file.
 """
 
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from fedveil import paths
 from fedveil.errors import StateError
 
-__all__ = ["NAME", "LogHead", "last_entry", "log_head", "read_log", "verify_log"]
+__all__ = [
+    "NAME",
+    "LogHead",
+    "last_entry",
+    "list_log_files",
+    "log_bytes",
+    "log_head",
+    "read_log",
+    "verify_log",
+    "verify_log_files",
+]
 
 NAME = "audit-log.jsonl"
+CONTINUED = "continued"  # the event of the first line of a file that continues a log
 _GENESIS = "0" * 64
 _OWN = frozenset({"n", "time", "event", "previous", "hash"})
 _BLOCK = 1 << 16
@@ -85,14 +107,9 @@ def append_entry(file: Path, event: str, about: Mapping[str, Any]) -> LogHead:
     try:
         paths.private_folder(file.parent)
         about = {_cut(key): _cut(value) for key, value in about.items()}
-        with os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as log:
-            fcntl.flock(log, fcntl.LOCK_EX)
+        with locked_log(file) as log:
             end = log.seek(0, os.SEEK_END)
-            before = _head(_last(file, log, end))
-            now = datetime.now(UTC).isoformat(timespec="milliseconds")
-            record = {**about, "n": before.lines, "time": now, "event": event, "previous": before.hash}
-            record["hash"] = _hash(record)
-            line = _canonical(record) + b"\n"
+            line, head = _new_line(_head(_last(file, log, end)), event, about)
             if len(line) > _LONGEST_LINE:
                 raise StateError(
                     f"{file}: expected at most {_LONGEST_LINE} bytes per line, found {len(line)}; shorten it"
@@ -103,7 +120,33 @@ def append_entry(file: Path, event: str, about: Mapping[str, Any]) -> LogHead:
             os.fsync(log.fileno())
     except OSError as error:
         raise StateError(f"{file}: cannot write the audit log: {error}; fix that first") from error
-    return LogHead(before.lines + 1, str(record["hash"]))
+    return head
+
+
+def continued_line(before: LogHead, about: Mapping[str, Any]) -> tuple[bytes, LogHead]:
+    """Return the first line of a file that continues a log of this head, and the head after it."""
+    return _new_line(before, CONTINUED, about)
+
+
+def _new_line(before: LogHead, event: str, about: Mapping[str, Any]) -> tuple[bytes, LogHead]:
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    record = {**about, "n": before.lines, "time": now, "event": event, "previous": before.hash}
+    record["hash"] = _hash(record)
+    return _canonical(record) + b"\n", LogHead(before.lines + 1, str(record["hash"]))
+
+
+@contextmanager
+def locked_log(file: Path) -> Iterator[FileIO]:
+    """Open the log's current file for one writer, and create it if there is none. Raises OSError."""
+    while True:
+        with os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as log:
+            fcntl.flock(log, fcntl.LOCK_EX)
+            opened = os.fstat(log.fileno())
+            with suppress(FileNotFoundError):
+                if (file.stat().st_ino, file.stat().st_dev) == (opened.st_ino, opened.st_dev):
+                    yield log
+                    return
+        # Another process continued the log in a new file between the two calls.
 
 
 def log_head(file: Path) -> LogHead:
@@ -120,49 +163,192 @@ def last_entry(file: Path) -> dict[str, Any]:
         return _last(file, log, log.seek(0, os.SEEK_END))
 
 
+def list_log_files(file: Path) -> list[Path]:
+    """Return the files of a log in their order: the earlier ones that lie beside `file`, and `file` itself."""
+    name = re.compile(rf"{re.escape(file.stem)}-(\d{{1,18}})-\d{{1,18}}{re.escape(file.suffix)}")
+    earlier = [(int(match[1]), path) for path in file.parent.glob(f"{glob.escape(file.stem)}-*{file.suffix}")
+               if (match := name.fullmatch(path.name))]  # fmt: skip
+    return [*(path for _, path in sorted(earlier)), file]
+
+
+def log_bytes(file: Path) -> int:
+    """Return the size of a log with its earlier files. Raises OSError."""
+    return sum(part.stat().st_size for part in list_log_files(file))
+
+
 def verify_log(file: Path, anchors: Iterable[LogHead] = ()) -> LogHead:
-    """Read the whole log and return its head.
+    """Read the whole log, with the earlier files that lie beside `file`, and return its head.
 
     Raises:
         StateError: a line is wrong, or the log does not reach an anchor; the message names the first such line.
     """
+    return verify_log_files(list_log_files(file), anchors)
+
+
+def verify_log_files(files: Sequence[Path], anchors: Iterable[LogHead] = ()) -> LogHead:
+    """Read files that continue each other, in this order, and return the log's head.
+
+    Raises:
+        StateError: a line is wrong, a file does not continue the one before it, or the log does not reach an anchor or
+            begins after it; the message names the first such line.
+    """
     anchor_by_line = {anchor.lines: anchor for anchor in anchors}
-    head = LogHead()
-    _require(anchor_by_line, file, head)
-    for _, head in _chained(file):
+    before = start_of(files[0])
+    _require(anchor_by_line, files[0], before)
+    if early := [anchor for anchor in anchor_by_line.values() if anchor.lines < before.lines]:
+        raise StateError(
+            f"{files[0]}: expected a log that reaches back to line {min(a.lines for a in early)}, as an anchor asks, "
+            f"found one that begins at line {before.lines}; name the earlier files too"
+        )
+    head = before
+    for file, head in _heads(files, before):
         _require(anchor_by_line, file, head)
     beyond = [anchor for anchor in anchor_by_line.values() if anchor.lines > head.lines]
     if beyond:
         raise StateError(
-            f"{file}: expected at least {max(a.lines for a in beyond)} lines, as an anchor records, found "
+            f"{files[-1]}: expected at least {max(a.lines for a in beyond)} lines, as an anchor records, found "
             f"{head.lines}; the end was cut off"
         )
     return head
 
 
 def read_log(file: Path) -> list[dict[str, Any]]:
-    """Return every line of the log. Raises StateError for a wrong line, as `verify_log` does."""
-    return [record for record, _ in _chained(file)]
+    """Return every line of the log, with the earlier files that lie beside `file`.
+
+    Damaged lines of an earlier file are left out; the line "continued" of the next file counts them.
+
+    Raises:
+        StateError: a line is wrong, as in `verify_log`.
+    """
+    files = list_log_files(file)
+    return [record for _, record, _ in _lines(files, start_of(files[0])) if record]
+
+
+def count_damaged(files: Sequence[Path]) -> int:
+    """Return the number of damaged lines that the files' first lines record of earlier files. Raises StateError."""
+    return sum(to - first + 1 for file in files for first, to in _damage(_first_line(file)))
 
 
 def _require(held: Mapping[int, LogHead], file: Path, found: LogHead) -> None:
     anchor = held.get(found.lines, found)
-    if anchor != found:
+    if found.hash and anchor != found:
         raise StateError(
             f"{file}, line {found.lines}: expected the hash {anchor.hash}, as an anchor records, found {found.hash}; "
             "the log was rewritten"
         )
 
 
-def _chained(file: Path) -> Iterator[tuple[dict[str, Any], LogHead]]:
+def _heads(files: Sequence[Path], before: LogHead) -> Iterator[tuple[Path, LogHead]]:
+    for file, _, head in _lines(files, before):
+        yield file, head
+
+
+def _lines(files: Sequence[Path], before: LogHead) -> Iterator[tuple[Path, dict[str, Any], LogHead]]:
+    """Yield every line of files that continue each other, with the head after it; {} for a damaged one."""
+    for file, after in zip(files, [*files[1:], None], strict=True):
+        about = _first_line(after) if after else {}
+        is_damaged = about.get("event") == CONTINUED and bool(about.get("damaged") or about.get("torn"))
+        if is_damaged and about.get("sha256") == sha256_of(file):
+            lines = _around_damage(file, before, LogHead(about["n"], about["previous"]), _damage(about))
+        else:
+            lines = _chained(file, before)
+        for record, before in lines:
+            yield file, record, before
+
+
+def start_of(file: Path) -> LogHead:
+    """Return the head before the file's first line: that of an empty log, unless it continues an earlier file.
+
+    Raises StateError if there is no file.
+    """
+    record = _first_line(file)
+    return LogHead(record["n"], record["previous"]) if record.get("event") == CONTINUED else LogHead()
+
+
+def _first_line(file: Path) -> dict[str, Any]:
+    """Return the file's first line; {} if it is empty, damaged or no whole line."""
+    try:
+        with file.open("rb") as log:
+            return _record(log.readline(_LONGEST_LINE), f"{file}, line 1")
+    except OSError as error:
+        raise StateError(f"{file}: expected an audit log, found none ({error.strerror}); name the file") from None
+    except StateError:
+        return {}
+
+
+def _damage(record: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Return the first and last number of each damaged part of the earlier file, as the line "continued" records."""
+    parts = record.get("damaged") if record.get("event") == CONTINUED else None
+    parts = parts if isinstance(parts, list) else []
+    return [(part[0], part[1]) for part in parts if isinstance(part, list) and [type(n) for n in part] == [int, int]]
+
+
+def sha256_of(file: Path) -> str:
+    """Return the SHA-256 of a file, in hex. Raises StateError."""
+    try:
+        with file.open("rb") as data:
+            return hashlib.file_digest(data, "sha256").hexdigest()
+    except OSError as error:
+        raise StateError(f"{file}: expected an audit log, found none ({error.strerror}); name the file") from None
+
+
+def is_whole(line: bytes) -> bool:
+    """Return whether a line matches its own hash."""
+    try:
+        return bool(_record(line, ""))
+    except StateError:
+        return False
+
+
+def whole_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines that match their own hash, wherever they are. Raises OSError."""
+    with file.open("rb") as log:
+        for line in log:
+            with suppress(StateError):
+                yield _record(line, "")
+
+
+def _around_damage(
+    file: Path, before: LogHead, end: LogHead, damage: Sequence[tuple[int, int]]
+) -> Iterator[tuple[dict[str, Any], LogHead]]:
+    """Yield the whole lines of a damaged file, and {} for the others, whose hash the line after may still name.
+
+    Raises StateError if a line is missing that `damage`, by first and last number, does not record.
+    """
+    hashes: dict[int, str] = {end.lines: end.hash}
+    records: dict[int, dict[str, Any]] = {}
+    for record in whole_lines(file):
+        hashes |= {record["n"]: record["previous"]}
+        records[record["n"]] = record
+    hashes |= {number + 1: record["hash"] for number, record in records.items()}
+    expected = before.lines
+    for number in [*sorted(number for number in records if before.lines <= number < end.lines), end.lines]:
+        if expected < number and not any(first <= expected and number - 1 <= last for first, last in damage):
+            raise StateError(
+                f"{file}, line {expected + 1}: expected a whole line, found a damaged one that the line after the file "
+                "does not record; restore the file from a backup"
+            )
+        expected = number + 1
+    # Not a range: a number in another party's log may be of any size.
+    for number in sorted({*records, *(lines - 1 for lines in hashes)}):
+        if not before.lines <= number < end.lines:
+            continue
+        record = records.get(number, {})
+        if record and record["previous"] != hashes.get(number, record["previous"]):
+            raise StateError(
+                f"{file}, line {number + 1}: expected the hash of the line before, found another; it was changed"
+            )
+        yield record, LogHead(number + 1, hashes.get(number + 1, ""))
+
+
+def _chained(file: Path, before: LogHead) -> Iterator[tuple[dict[str, Any], LogHead]]:
     """Yield every verified line, with the head after it."""
     try:
         log = file.open("rb")
     except OSError as error:
         raise StateError(f"{file}: expected an audit log, found none ({error.strerror}); name the file") from None
-    before = LogHead()
     with log:
-        for number, line in enumerate(log):
+        for number, line in enumerate(log, before.lines):
             record = _record(line, f"{file}, line {number + 1}")
             for key, expected in (("n", number), ("previous", before.hash)):
                 if record[key] != expected:
@@ -184,7 +370,8 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
         right = False
     if not right:
         raise StateError(
-            f"{where}: expected a whole line with its own hash, found {line[:60]!r}; it was changed or cut off"
+            f"{where}: expected a whole line with its own hash, found {line[:60]!r}; it was changed or cut off. To go "
+            "on, continue the log in a new file, which keeps this one: fedveil log rotate FILE"
         )
     return dict(record)
 

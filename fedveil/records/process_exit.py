@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import signal
 import time
 from collections.abc import Mapping
@@ -28,6 +29,9 @@ from typing import Any
 from fedveil.errors import OutOfMemoryError, StateError
 
 LOCK = "lock"
+# Set by the heartbeats of a task's process: the boot clock's seconds at the last answer (fedveil/guard/heartbeat.py).
+LAST_ANSWER = "FEDVEIL_LAST_ANSWER"
+LOST_SECONDS = 60.0  # Flower ends a task whose heartbeats have been missing for that long
 TOLD_TO_END = "interrupted: its ServerApp was told to end"  # beginning of a run's reason after `flwr stop` or a signal
 TEMPORARY = (
     "FEDVEIL_TEMPORARY"  # in the environment of a ServerApp whose federation ends with the process that started it
@@ -38,6 +42,7 @@ LOWER_AT_SITE = (
     "give the site more memory, or lower train.batch-size, or set train.quantized-base or "
     'train.optimizer = "adamw-8bit"'
 )
+FULL_BYTES = 64 << 20  # free bytes below which a disk counts as full: SQLite and logs need that much room
 _MUCH = 0.8  # fraction of the memory limit above which memory is the likely cause
 _TRIES, _BETWEEN = 20, 0.1  # a reader that checks the lock holds it for a moment
 
@@ -120,6 +125,39 @@ def exit_cause(about: Mapping[str, Any]) -> ExitCause:
     if now > kills >= 0:
         return ExitCause.MEMORY
     return ExitCause.PERHAPS_MEMORY if limit > 0 and memory >= _MUCH * limit else ExitCause.OTHER
+
+
+def boot_seconds() -> float:
+    """Return seconds of a clock that also goes on while the machine sleeps, where the system has one."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+def describe_lost_contact(now: float | None = None) -> str:
+    """Say that this process had no contact with the SuperLink before it ended, and for how long; "" if it had."""
+    try:
+        silent = (boot_seconds() if now is None else now) - float(os.environ[LAST_ANSWER])
+    except (KeyError, ValueError):
+        return ""
+    if silent < LOST_SECONDS:
+        return ""
+    return (
+        f"contact lost: the ServerApp had no answer from the SuperLink for {silent:,.0f} s, so Flower ended its run. A "
+        "paused machine, heavy swapping or a SuperLink that was down are the usual causes. Uploads on their way are "
+        "discarded, and sites keep the charge of the round that was under way"
+    )
+
+
+def describe_full_disk(*folders: Path) -> str:
+    """Say which of these folders is on a full disk, and how much is free; "" if none is or none can be read.
+
+    A SuperLink answers 500 on a full disk, and only its own log says why.
+    """
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            free = shutil.disk_usage(folder).free
+            if free < FULL_BYTES:
+                return f"the disk of {folder} is full ({free / 1e6:,.0f} MB free): free space"
+    return ""
 
 
 def child_exit_cause(code: int, before: Mapping[str, Any]) -> tuple[ExitCause, str]:

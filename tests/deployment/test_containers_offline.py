@@ -16,9 +16,12 @@ INSTALL = """
 set -e
 if python3 -c 'import urllib.request as u; u.urlopen("https://pypi.org", timeout=5)' 2>/dev/null; then exit 9; fi
 unset PIP_FIND_LINKS
+cd /bundle
+sha256sum --quiet -c SHA256SUMS
 python3 -m venv /venv
-/venv/bin/pip install --quiet --no-index --find-links /bundle/wheels -c /bundle/constraints.txt fedveil
-/venv/bin/fedveil bundle verify /bundle
+/venv/bin/pip install --quiet --require-hashes --no-deps --no-index --find-links wheels -r requirements.txt
+/venv/bin/pip check
+/venv/bin/fedveil bundle verify .
 cd /tmp && /venv/bin/fedveil explain --set method.name=fedrand
 """
 

@@ -64,10 +64,14 @@ def until(true: Callable[[], object], seconds: float, command: Command) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A federation's, of one site; its kit is unpacked beside it, and registered."""
+    return provisioned(tmp_path, "localhost")
+
+
+def provisioned(tmp_path: Path, address: str) -> Path:
+    """A federation's folder, of one site; its kit is unpacked beside it."""
     fleet, control = free_ports(2)
     text = (
-        f'name = "pilot"\nserver = ["localhost"]\nsites = ["north"]\nfleet-port = {fleet}\ncontrol-port = {control}\n'
+        f'name = "pilot"\nserver = ["{address}"]\nsites = ["north"]\nfleet-port = {fleet}\ncontrol-port = {control}\n'
     )
     (tmp_path / "federation.toml").write_text(text)
     assert main(["provision", str(tmp_path / "federation.toml")]) == 0
@@ -85,6 +89,23 @@ def server(folder: Path) -> Iterator[Command]:
     try:
         until(lambda: "next: fedveil submit" in command.said, 120, command)
         yield command
+    finally:
+        command.stop()
+
+
+def test_a_folder_that_was_moved_serves_its_operators_from_the_new_place(folder: Path, capsys) -> None:
+    """Flower's own connection file names the certificate by an absolute path."""
+    moved = folder.parent / "elsewhere" / "pilot"
+    moved.parent.mkdir()
+    folder.rename(moved)
+    command = Command(moved.parent / "server.out", "server", "start", str(moved))
+    try:
+        until(lambda: "next: fedveil submit" in command.said, 120, command)
+        request = folder.parent / "pilot-north" / "keys" / "request.json"
+        assert main(["members", "register", str(moved), str(request), "--fingerprint", "-"]) == 0
+        capsys.readouterr()
+        main(["status", str(folder.parent / "runs"), "--federation", str(moved)])
+        assert "north" in capsys.readouterr().out
     finally:
         command.stop()
 
@@ -154,3 +175,30 @@ def test_a_site_comes_back_after_its_processes_were_killed_and_its_server_was(fo
         assert site.process.poll() is None
     finally:
         site.stop()
+
+
+def test_a_site_comes_back_by_itself_after_its_server_lost_its_database(folder: Path) -> None:
+    kit = folder.parent / "pilot-north"
+    request = str(kit / "keys" / "request.json")
+    server = Command(folder.parent / "server.out", "server", "start", str(folder))
+    site = None
+    try:
+        until(lambda: "next: fedveil submit" in server.said, 120, server)
+        assert main(["members", "register", str(folder), request, "--fingerprint", "-"]) == 0
+        site = Command(folder.parent / "site.out", "site", "start", "--kit", str(kit))
+        until(lambda: "site north: online" in site.said, 120, site)
+        server.stop()
+        for file in (folder / "server").glob("superlink.db*"):
+            file.unlink()
+        server = Command(folder.parent / "again.out", "server", "start", str(folder))
+        until(lambda: "next: fedveil submit" in server.said, 120, server)
+        until(lambda: "this key is registered, but the server's database does not have it" in site.said, 120, site)
+        assert main(["members", "sync", str(folder)]) == 0
+        heard = kit / "state" / "north.heartbeat"
+        synced = time.time()
+        until(lambda: heard.stat().st_mtime > synced, 120, site)
+        assert site.process.poll() is None
+    finally:
+        for command in (site, server):
+            if command is not None:
+                command.stop()

@@ -121,3 +121,24 @@ def test_a_run_that_ends_has_a_card_and_one_that_fails_has_none(tmp_path, monkey
     privacy_card = cards.read_card(tmp_path / "pilot" / "final")
     assert privacy_card.digests.app == "ab" * 32
     assert json.loads((tmp_path / "pilot" / "status.json").read_text())["state"] == "completed"
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()])
+def test_a_run_that_lost_contact_is_not_called_one_that_was_stopped(error, tmp_path, monkeypatch):
+    monkeypatch.delenv(process_exit.LAST_ANSWER, raising=False)
+    assert completion.failure_reason(error, tmp_path).startswith(process_exit.TOLD_TO_END)
+    monkeypatch.setenv(process_exit.LAST_ANSWER, str(process_exit.boot_seconds() - 300))
+    reason = completion.failure_reason(error, tmp_path)
+    assert reason.startswith("contact lost: the ServerApp had no answer from the SuperLink for 300 s")
+    assert "sites keep the charge" in reason
+
+
+@pytest.mark.parametrize("free", [1 << 20, 1 << 40])
+def test_a_500_of_the_superlink_is_told_with_its_cause(free, tmp_path, monkeypatch):
+    """On a full disk the ServerApp sees only the answer."""
+    monkeypatch.setattr(process_exit.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    error = RuntimeError("Server error '500 Internal Server Error' for url 'https://127.0.0.1:8000/v1/runtime'")
+    reason = completion.failure_reason(error, tmp_path)
+    words = f"the disk of {tmp_path} is full (1 MB free): free space" if free < 1 << 30 else "the SuperLink's log"
+    assert words in reason
+    assert "disk" not in completion.failure_reason(RuntimeError("another"), tmp_path)

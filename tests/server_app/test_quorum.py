@@ -11,6 +11,7 @@ from flwr.proto.node_pb2 import NodeInfo
 from fedveil.client_app.app import app
 from fedveil.console.runs.progress_bar import round_underway
 from fedveil.errors import QuorumError
+from fedveil.records import audit_log
 from fedveil.records.tensor_state import state_digest
 from fedveil.server_app import connected_sites, round_progress, rounds
 from fedveil.server_app.run_folder import RunFolder
@@ -76,6 +77,40 @@ def test_sites_that_refuse_are_named_and_the_others_train_once(grid, task, tmp_p
     grid.node_config = {"south": {"policy": str(tmp_path / "no.toml")}}
     ours = strategy(FedAvg(), cohort={"min_sites": 3, "max_retries": 2})
     with pytest.raises(QuorumError, match="east, north, south; in the last attempt: south: PolicyError: meth"):
+        ours.start(grid, initial(task), num_rounds=1)
+    assert len(grid.pushed) == 3
+
+
+def broken_ledger(grid, tmp_path) -> None:
+    """South's ledger is damaged, in a state folder of its own."""
+    ledger = tmp_path / "south" / ".ledger" / "ledger.json"
+    ledger.parent.mkdir(parents=True)
+    ledger.write_text("{")
+    grid.node_config = {"south": {"state-dir": str(tmp_path / "south")}}
+
+
+@pytest.mark.long
+def test_a_site_with_a_broken_ledger_is_not_asked_again_in_the_run(grid, task, tmp_path):
+    """Each further attempt would be charged at the other sites, and end the same way."""
+    broken_ledger(grid, tmp_path)
+    ours = strategy(FedAvg(), folder=RunFolder(tmp_path / "run"), cohort={"min_sites": 2})
+    ours.start(grid, initial(task), num_rounds=3)
+    assert [record.accepted for record in ours.history] == [["east", "north"]] * 3
+    assert ours.history[0].failed == {"south": "LedgerError at the site; see the site's log (code 2)"}
+    assert [record.failed for record in ours.history[1:]] == [{}, {}]
+    assert len(grid.pushed) == 3 + 2 + 2
+    lines = [line for line in audit_log.read_log(tmp_path / audit_log.NAME) if line["event"] == "left-out"]
+    assert [(line["site"], line["reason"]) for line in lines] == [("south", ours.history[0].failed["south"])]
+
+
+@pytest.mark.long
+def test_a_quorum_that_needs_a_site_with_a_broken_ledger_is_not_tried_twice(grid, task, tmp_path):
+    broken_ledger(grid, tmp_path)
+    ours = strategy(FedAvg(), cohort={"min_sites": 3, "max_retries": 2})
+    words = (
+        "out of this run: south, refused by its ledger, which must be repaired; correct it and submit again, or resume"
+    )
+    with pytest.raises(QuorumError, match=words):
         ours.start(grid, initial(task), num_rounds=1)
     assert len(grid.pushed) == 3
 
@@ -180,4 +215,7 @@ def test_where_sites_failed_by_errors_of_their_own_the_next_step_is_to_mend_thos
     )
     assert after(south="PolicyError: method").startswith("out of this run: south, refused by its policy")
     assert connected_sites.suggest_remedy(None).startswith("start the missing sites")
+    assert connected_sites.suggest_remedy(None, {"south": "BudgetError: spent"}).startswith(
+        "out of this run: south, refused by its ledger; see the sites' logs"
+    )
     assert after().startswith("start the missing sites")

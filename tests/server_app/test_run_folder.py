@@ -291,10 +291,43 @@ def test_a_damaged_id_is_found_and_comes_back_from_the_checkpoint(runs):
             bad = bytearray(good)
             bad[position] ^= 1 << bit
             (runs.at / "id").write_bytes(bytes(bad))
-            with pytest.raises(StateError, match="expected the run's id, found other text; resume the run"):
+            with pytest.raises(StateError, match="expected the run's id, found none or other text; resume the run"):
                 _ = RunFolder.id.fget(type("", (), {"folder": runs.at})())
     assert [record.round for record in runs.go(resume=True).history] == [2, 3]
     assert (runs.at / "id").read_bytes() == good
+
+
+def test_a_missing_id_beside_a_checkpoint_comes_back(runs):
+    runs.killed(RunFolder, "checkpoint", lambda folder, state, loop: loop["round"] == 1)
+    good = (runs.at / "id").read_bytes()
+    (runs.at / "id").unlink()
+    assert [record.round for record in runs.go(resume=True).history] == [2, 3]
+    assert (runs.at / "id").read_bytes() == good
+
+
+def test_a_lost_checkpoint_is_not_taken_for_a_run_that_asked_no_site(runs):
+    """Before, such a run began again at round 0: rounds twice in its records, and sites charged twice."""
+    runs.killed(RunFolder, "checkpoint", lambda folder, state, loop: loop["round"] == 1)
+    checkpoint = (runs.at / "checkpoint.safetensors").read_bytes()
+    for name in ("checkpoint.safetensors", "checkpoint-before.safetensors"):
+        (runs.at / name).unlink()
+    before = {file.name: file.read_bytes() for file in runs.at.iterdir() if file.is_file()}
+    words = "found none, although sites took part up to round 2 .*restore it from a backup, or start a new run"
+    for _ in range(2):
+        with pytest.raises(StateError, match=words):
+            runs.go(resume=True)
+    assert {file.name: file.read_bytes() for file in runs.at.iterdir() if file.is_file()} == before
+    (runs.at / "checkpoint.safetensors").write_bytes(checkpoint)
+    assert [record.round for record in runs.go(resume=True).history] == [2, 3]
+
+
+def test_a_run_that_died_before_its_first_record_leaves_a_line_at_its_resume(runs):
+    runs.killed(RunFolder, "checkpoint", lambda folder, state, loop: loop["round"] == -1, before=True)
+    assert not (runs.at / "disclosure.jsonl").exists()
+    assert [record.round for record in runs.go(resume=True).history] == [0, 1, 2, 3]
+    (line,) = runs.lines("resumes.jsonl")
+    assert line["round"] == 0
+    assert [entry["event"] for entry in audit_log.read_log(runs.at.parent / audit_log.NAME)].count("resumed") == 1
 
 
 def test_a_torn_last_line_is_cut_off_and_kept_in_the_note_and_one_in_the_middle_is_named(runs):

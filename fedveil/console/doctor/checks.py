@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import os
+import re
 import shutil
 import socket
 import ssl
@@ -15,11 +17,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Literal
 
+from fedveil import proxies
 from fedveil.errors import FedVeilError
-from fedveil.guard import flower, last_heartbeat
+from fedveil.guard import fleet_limits, flower, last_heartbeat
 
 Verdict = Literal["ok", "warn", "fail"]
 _SERVING = b"\x08\x01"  # grpc.health.v1.HealthCheckResponse, status SERVING
@@ -27,6 +31,7 @@ _SOON = timedelta(days=30)
 _TIME_ERROR = 5  # adjtimex: the clock is not synchronised
 _GIGABYTE = 1_000_000_000
 _TIMEOUT = 5.0
+_MOST_AHEAD, _MOST_BEHIND = 5.0, 305.0  # seconds: Flower's tolerance for a site's signed time
 _MOST_ANSWER, _MOST_PARTS = 4096, 8  # bytes per part of an untrusted answer, and number of parts
 _SITES_ALONE = b"this port serves sites"
 
@@ -85,9 +90,11 @@ def check_fleet_port(superlink: str, ca: Path) -> CheckResult:
     host, port = parse_address(superlink)
     context = ssl.create_default_context(cafile=str(ca))
     context.set_alpn_protocols(["h2", "http/1.1"])
+    line = flower.installed_release()
+    proxy = proxies.find_proxy(host, line.speaks, os.environ)
     try:
         with (
-            socket.create_connection((host, port), _TIMEOUT) as plain,
+            proxies.connect(host, port, proxy, _TIMEOUT) as plain,
             context.wrap_socket(plain, server_hostname=host) as link,
         ):
             ends = ssl.cert_time_to_seconds(str((link.getpeercert() or {})["notAfter"]))
@@ -106,7 +113,6 @@ def check_fleet_port(superlink: str, ca: Path) -> CheckResult:
         return CheckResult(
             "fleet port", "fail", f"{superlink}: {error}; the firewall must allow this one outgoing connection"
         )
-    line = flower.installed_release()
     if spoken != line.speaks:
         known = " or ".join(one.release for one in flower.LINES if one.speaks == spoken)
         other = f"A server with Flower {known} speaks {spoken}." if known else ""
@@ -116,9 +122,31 @@ def check_fleet_port(superlink: str, ca: Path) -> CheckResult:
             f"{superlink} speaks TLS and {spoken or 'an unknown protocol'}, but Flower {line.release} here speaks "
             f"{line.speaks}; is it the fleet port? {other}".rstrip(),
         )
+    through = f", through the proxy {proxy}" if proxy else ""
     return CheckResult(
-        "fleet port", "ok", f"{superlink}, TLS, certificate valid until {datetime.fromtimestamp(ends, UTC):%Y-%m-%d}"
+        "fleet port",
+        "ok",
+        f"{superlink}{through}, TLS, certificate valid until {datetime.fromtimestamp(ends, UTC):%Y-%m-%d}",
     )
+
+
+def check_proxy(superlink: str) -> CheckResult:
+    """Check which proxy the site's processes use: one for the server where a variable names it, none for loopback."""
+    host, _ = parse_address(superlink)
+    speaks = flower.installed_release().speaks
+    proxy = proxies.find_proxy(host, speaks, os.environ)
+    if proxy:
+        text = f"{host} is reached through {proxy}; connections on this machine never are"
+        return CheckResult("proxy", "ok", text)
+    if speaks == "gRPC" and (os.environ.get("HTTPS_PROXY") or os.environ.get("HTTP_PROXY")):
+        name = "HTTPS_PROXY" if os.environ.get("HTTPS_PROXY") else "HTTP_PROXY"
+        return CheckResult(
+            "proxy",
+            "warn",
+            f"{host} is reached directly: a SuperNode of this Flower does not read {name}; if the server is behind the "
+            "proxy, set https_proxy in lower case",
+        )
+    return CheckResult("proxy", "ok", f"{host} is reached directly, and so is this machine")
 
 
 def _spoken(link: ssl.SSLSocket, host: str) -> str:
@@ -184,6 +212,64 @@ def check_clock() -> CheckResult:
             f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC, not synchronized; if more than 300 s off, keys are refused",
         )
     return CheckResult("clock", "ok", f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC, synchronized")
+
+
+def check_server_clock(superlink: str, ca: Path) -> CheckResult:
+    """Compare this machine's clock with the server's, which the fleet port names to anyone who asks."""
+    host, port = parse_address(superlink)
+    began = datetime.now(UTC)
+    shown = _grpc_clock(superlink, ca) if flower.installed_release().speaks == "gRPC" else _http_clock(host, port, ca)
+    ended = datetime.now(UTC)
+    if shown is None:
+        return CheckResult("clock", "ok", f"{ended:%Y-%m-%d %H:%M:%S} UTC; the server does not name its time")
+    # The server read its clock between the two: whatever is less than that is no difference.
+    ahead = max(0.0, (began - shown).total_seconds()) or min(0.0, (ended - shown).total_seconds())
+    if -_MOST_BEHIND < ahead < _MOST_AHEAD:
+        text = f"{ended:%Y-%m-%d %H:%M:%S} UTC, within {abs(ahead):.0f} s of the server's"
+        return CheckResult("clock", "warn" if ahead > _MOST_AHEAD / 2 else "ok", text)
+    way = "ahead of" if ahead > 0 else "behind"
+    return CheckResult(
+        "clock",
+        "fail",
+        f"this machine's clock is {abs(ahead):,.0f} s {way} the server's, which shows {shown:%Y-%m-%d %H:%M:%S} UTC; "
+        f"the server accepts a clock up to {_MOST_AHEAD:.0f} s ahead and {_MOST_BEHIND:.0f} s behind: correct the one "
+        "that is wrong",
+    )
+
+
+def _grpc_clock(superlink: str, ca: Path) -> datetime | None:
+    import grpc
+
+    with grpc.secure_channel(superlink, grpc.ssl_channel_credentials(ca.read_bytes())) as link:
+        try:
+            link.unary_unary("/flwr.proto.Fleet/PullMessages")(b"", timeout=_TIMEOUT)
+        except grpc.RpcError as error:
+            return _time_in(str(error.details()))
+    return None
+
+
+def _http_clock(host: str, port: int, ca: Path) -> datetime | None:
+    """Return the answer's date, which is up to a second old."""
+    context = ssl.create_default_context(cafile=str(ca))
+    proxy = proxies.find_proxy(host, "HTTP", os.environ)
+    with (
+        proxies.connect(host, port, proxy, _TIMEOUT) as plain,
+        context.wrap_socket(plain, server_hostname=host) as link,
+    ):
+        link.sendall(f"GET / HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: link.recv(_MOST_ANSWER), b""))[:_MOST_ANSWER]
+    match = re.search(rb"^date: ([^\r\n]{10,40})", answer, re.IGNORECASE | re.MULTILINE)
+    return parsedate_to_datetime(match[1].decode("ascii", "replace")) if match else None
+
+
+def _time_in(text: str) -> datetime | None:
+    """Return the time that a fleet port of fedveil/guard/flower/fleet_calls.py names."""
+    match = re.search(rf"{fleet_limits.SHOWS_TIME}([0-9T:.+-]{{19,40}})", text[:1000])
+    try:
+        shown = datetime.fromisoformat(match[1]) if match else None
+    except ValueError:
+        return None
+    return shown if shown is not None and shown.tzinfo else None
 
 
 def check_versions() -> CheckResult:

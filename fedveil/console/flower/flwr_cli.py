@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import tempfile
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,25 @@ def write_connection(home: Path, address: str, ca: Path) -> None:
     """Write config.toml to a FLWR_HOME: the SuperLink's control port, HOST:PORT, and the CA to trust there."""
     about = format_toml({"address": address, "root-certificates": str(ca)})
     (home / "config.toml").write_text(f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n{about}')
+
+
+def _follow_move(home: Path) -> None:
+    """Write the connection of a federation's folder again if the folder was moved: Flower needs an absolute path.
+
+    Raises LaunchError if config.toml cannot be read or written.
+    """
+    file, own = home / "config.toml", home.parent / "ca.crt"
+    if home.parts[-2:] != _IN_FEDERATION or not own.is_file():
+        return
+    try:
+        about = tomllib.loads(file.read_text())["superlink"][CONNECTION]
+        if Path(about["root-certificates"]) != own:
+            write_connection(home, about["address"], own)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LaunchError(
+            f"{file}: expected the connection to the server at this place, found one that cannot be read or written "
+            f"({type(error).__name__}: {error}); give this user access to it, or restore it"
+        ) from None
 
 
 def _homeless(home: Path) -> LaunchError:
@@ -60,6 +80,7 @@ class FlowerCli:
         if not (home / "config.toml").is_file():
             raise _homeless(home)
         self.home, self._connection = home.absolute(), connection
+        _follow_move(self.home)
         self._processes, self._env = processes or ProcessGroup(home), env or flower_environment(self.home)
 
     def nodes(self) -> dict[str, str]:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from fedveil import proxies
 from fedveil.errors import FedVeilError
 
 MARK = "FEDVEIL_PROCESS_OWNER"
@@ -271,7 +272,7 @@ def _last_lines(text: str, lines: int) -> str:
 def flower_environment(flower_home: Path) -> dict[str, str]:
     """Return the environment of Flower's processes and their children."""
     programs = str(Path(sys.executable).parent)
-    return {
+    env = {
         # Several processes share the cores: threads that spin while waiting cost ten times the work itself.
         "OMP_WAIT_POLICY": "PASSIVE",
         # Large blocks go back to the system when they are freed. Flower pulls and pushes in threads, whose arenas would
@@ -285,6 +286,8 @@ def flower_environment(flower_home: Path) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
+    proxies.exempt_loopback(env)
+    return env
 
 
 def named_error(log: str) -> str:

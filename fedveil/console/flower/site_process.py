@@ -23,12 +23,15 @@ SUPEREXEC = "superexec"
 _OWN_PORTS = ("flower-superlink", "flower-supernode")
 # For a server's SuperExec and apps: they find the same packages as Flower's own programs.
 _SCRIPT_OF_SERVER = """#!{python}
+import os
 import sys
 
 sys.path.append({root!r})
 
+from fedveil import proxies
 from fedveil.{module} import main
 
+proxies.exempt_loopback(os.environ, sys.argv)
 main({argument})
 """
 _REFUSAL = """#!/bin/sh
@@ -46,8 +49,10 @@ for name in [name for name in os.environ if name.startswith("PYTHON")]:
 if sys.pycache_prefix:
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix  # for the worker
 
+from fedveil import proxies
 from fedveil.{module} import main
 
+proxies.exempt_loopback(os.environ, sys.argv)
 main({argument})
 """
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from fedveil import proxies
 from fedveil.console.doctor import checks
 from fedveil.console.flower.processes import ProcessGroup
 from fedveil.console.flower.programs import ONLINE
 from fedveil.console.launch.restarts import own_error
 from fedveil.console.runs.run_reader import new_lines
 from fedveil.errors import ConfigError, StateError
-from fedveil.guard import last_heartbeat
+from fedveil.guard import flower, last_heartbeat
 from fedveil.records import audit_log
 from fedveil.sanitize import sanitize
 
@@ -29,6 +30,8 @@ HELD_POLL_SECONDS = 10.0
 _AWAY_SECONDS = 10.0  # a shorter outage is not reported
 _MOST_HEARD = 1 << 20  # bytes of the log per read: app output is unbounded
 _LINK = re.compile(rb"Connection (attempt failed, retrying|successful after)")  # Flower 1.39, 1.41 and 1.42
+# Why the server asks a site to try again: fedveil/guard/flower/retries.py writes it.
+_TEMPORARY = re.compile(rb"fedveil: ((?:the site's clock is|this key is registered, but) [^\"\n]{1,300})")
 _SAID = re.compile(
     r'details = "(fedveil: [^"\n]{1,400})|^(?:\[code: 0\] )?(fedveil: .{1,400})$', re.MULTILINE
 )  # fedveil/guard/site_registry.py
@@ -62,16 +65,25 @@ def missing_sites(superlink: str, ca: Path) -> str:
     """
     port_check = checks.run_check("fleet port", lambda: checks.check_fleet_port(superlink, ca))
     if port_check.verdict != "fail":
-        return ""
+        return wrong_clock(superlink, ca)
     if _answers(superlink):
         raise ConfigError(f"--superlink: expected this federation's server, found something else: {port_check.text}")
     return f"no answer yet: {port_check.text}; check that --superlink (superlink in the kit) is right; retrying"
 
 
+def wrong_clock(superlink: str, ca: Path) -> str:
+    """Return how far this machine's clock is from the server's if the server refuses that; else ""."""
+    clock = checks.run_check("clock", lambda: checks.check_server_clock(superlink, ca))
+    too_far = clock.verdict == "fail" and "clock is" in clock.text
+    return f"{clock.text}; until then the server refuses this site, which keeps retrying" if too_far else ""
+
+
 def _answers(superlink: str) -> bool:
     try:
-        socket.create_connection(checks.parse_address(superlink), _CONNECT_SECONDS).close()
-    except OSError:
+        host, port = checks.parse_address(superlink)
+        proxy = proxies.find_proxy(host, flower.installed_release().speaks, os.environ)
+        proxies.connect(host, port, proxy, _CONNECT_SECONDS).close()
+    except (OSError, ConfigError):
         return False
     except ValueError as error:
         raise ConfigError(f"--superlink: {error}; write it as fl.example.org:9092") from None
@@ -90,6 +102,7 @@ class SiteStartWatcher:
         since: when it came online, in seconds since 1970; earlier heartbeats do not count.
         was_online: true if an earlier start by this command was online.
         silence_said: whether the last message was that the server does not hear this site.
+        temporary: the last reason for which the server asked it to try again.
     """
 
     processes: ProcessGroup
@@ -107,6 +120,7 @@ class SiteStartWatcher:
     since: float = 0.0
     was_online: bool = False
     silence_said: bool = False
+    temporary: bytes = b""
 
     @classmethod
     def from_processes(cls, processes: ProcessGroup, name: str, state: Path, superlink: str, ca: Path) -> Self:
@@ -170,6 +184,13 @@ class SiteStartWatcher:
             return
         whole = new if len(new) == _MOST_HEARD else new[: new.rfind(b"\n") + 1]
         self.heard += len(whole)
+        for why in _TEMPORARY.findall(whole)[-1:]:
+            if why != self.temporary:
+                text = sanitize(why.decode(errors="replace"), 400)
+                print(
+                    f"site {self.name}: the server does not serve it yet: {text}; this site keeps retrying", flush=True
+                )
+                self.temporary = why
         for link_event in _LINK.findall(whole):
             if link_event.startswith(b"attempt"):
                 self.away = self.away or (time.monotonic(), time.strftime("%H:%M:%S"))
@@ -194,7 +215,8 @@ class SiteStartWatcher:
             return  # not accepted by the server yet, or already reported
         why = "" if time.time() - self.since <= last_heartbeat.SILENT_SECONDS else last_heartbeat.describe_silence(file)
         if why and not self.silence_said:
-            print(f"site {self.name}: {why}; this site keeps retrying", flush=True)
+            clock = wrong_clock(self.superlink, self.ca)
+            print(f"site {self.name}: {why}; {clock or 'this site keeps retrying'}", flush=True)
         elif self.silence_said and not why:
             print(f"site {self.name}: the server hears this site again", flush=True)
         self.silence_said = bool(why)
@@ -236,8 +258,8 @@ class SiteStartWatcher:
             return kind, f"its SuperNode ended with Flower's exit code {exit_codes[-1]}: {meaning}"
         if code == 0 and self.online:
             return SiteProcessEndedError, (
-                "the server closed the connection: its key has expired or was revoked; "
-                "at the next start the server reports which"
+                "the server refused this site's key, which may have expired or been revoked; at the next start the "
+                "server reports which"
             )
         if code < 0:  # Flower logs no reason then, so the log's last line may be unrelated
             name = signal.strsignal(-code) or "unknown"

@@ -33,12 +33,15 @@ from fedveil.console.flower.site_process import single_user_environment, start_i
 from fedveil.console.launch.restarts import Restarts, own_error
 from fedveil.console.provisioning.federation_folder import SiteRegistry, registry_folder
 from fedveil.errors import ConfigError
+from fedveil.records import process_exit
 from fedveil.sanitize import sanitize
 
 NAME = "superlink"
 _FILES = ("ca.crt", "server.pem", "server.key", "superexec-secret")
+_SQLITE = b"SQLite format 3\0"
 _READY_SECONDS = 60.0
 _POLL_SECONDS = 0.2
+_DISK_SECONDS = 10.0
 _MOST_READ = 1 << 20  # bytes of the log's end
 
 
@@ -89,7 +92,24 @@ def resolve_server(folder: Path, listen: str | None = None, state: Path | None =
     require_free_ports("fleet-port", host, port)
     require_free_ports("control-port", "127.0.0.1", federation.control_port)
     where = (state or folder / "server").expanduser().absolute()
+    _require_database(where / "superlink.db", folder)
     return ServerLauncher(folder.absolute(), federation.name, fleet, federation.control_port, where)
+
+
+def _require_database(file: Path, folder: Path) -> None:
+    """Raise ConfigError if the file of Flower's state is no database; there is none before the first start."""
+    try:
+        with file.open("rb") as database:
+            head = database.read(len(_SQLITE))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"{file}: expected a database that this user can read, found {error.strerror}") from None
+    if head not in (b"", _SQLITE):
+        raise ConfigError(
+            f"{file}: expected Flower's database, found a damaged or another file; restore it from a backup, or move "
+            f"it away, start the server, and register the sites with it again: fedveil members sync {folder}"
+        )
 
 
 def _require_private(key: Path) -> None:
@@ -170,6 +190,7 @@ def run(server: ServerLauncher) -> int:
         while True:
             if programs.processes.ended(NAME) is not None:
                 programs.start_again()
+            programs.tell_full_disk()
             time.sleep(_POLL_SECONDS)
     finally:
         programs.processes.stop()
@@ -177,13 +198,20 @@ def run(server: ServerLauncher) -> int:
 
 @dataclass
 class _Programs:
-    """Both programs. `began`: byte of their log at which the last start begins; `since`: time of that start."""
+    """Both programs.
+
+    Attributes:
+        began: byte of their log at which the last start begins; `since`: time of that start.
+        looked: time of the last look at the disk; `disk_said`: whether the last message was that it is full.
+    """
 
     server: ServerLauncher
     processes: ProcessGroup
     restarts: Restarts = field(default_factory=Restarts)
     began: int = 0
     since: float = 0.0
+    looked: float = float("-inf")
+    disk_said: bool = False
 
     def start(self) -> None:
         """Start both programs."""
@@ -204,6 +232,17 @@ class _Programs:
                 return False
             time.sleep(_POLL_SECONDS)
         return self.processes.ended(NAME) is None
+
+    def tell_full_disk(self) -> None:
+        """Print once that the disk is full, and once that it is no longer: the SuperLink only answers 500."""
+        if time.monotonic() - self.looked < _DISK_SECONDS:
+            return
+        self.looked = time.monotonic()
+        full = process_exit.describe_full_disk(self.server.state)
+        if bool(full) != self.disk_said:
+            space = f"the disk of {self.server.state} has space again"
+            print(f"server: {f'{full}; until then runs fail' if full else space}", file=sys.stderr, flush=True)
+            self.disk_said = bool(full)
 
     def start_again(self) -> None:
         """Restart the ended programs after a delay. Raises ConfigError if a restart cannot help."""

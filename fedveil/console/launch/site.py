@@ -164,6 +164,11 @@ def _require_files(start: SiteLauncher, given: Mapping[str, Any], kit: Path | No
         raise ConfigError(
             f"{_option('data', given, kit)}: expected examples, found an empty file at {node.data}; add examples"
         )
+    if node.data and not os.access(node.data, os.R_OK | (os.X_OK if Path(node.data).is_dir() else 0)):
+        raise ConfigError(
+            f"{_option('data', given, kit)}: expected examples that this user can read, found {node.data} without the "
+            "permission to; chmod or chown it, or start the site as the user who owns it"
+        )
     if node.data and Path(node.data).is_dir() and not _has_files(Path(node.data)):
         raise ConfigError(
             f"{_option('data', given, kit)}: expected examples, found no file in the folder {node.data}; put "

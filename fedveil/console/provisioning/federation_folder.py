@@ -46,7 +46,7 @@ import json
 import re
 import secrets
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -120,6 +120,8 @@ def parse_federation(file: Path) -> FederationFile:
         key = ".".join(map(str, first["loc"]))
         known = [f.alias or name for name, f in FederationFile.model_fields.items()]
         raise ConfigError(f"{file}: {key}: {first['msg']}, found {first['input']!r}; known keys: {known}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file}: expected TOML, found an error: {error}; correct that line") from None
     except (OSError, ValueError, RecursionError) as error:
         least = 'name = "pilot", server = ["fl.example.org"], sites = ["north", "south"], one per line'
         raise ConfigError(f"{file}: expected a federation.toml, found none ({error}); minimum: {least}") from None
@@ -222,6 +224,29 @@ class SiteRegistry:
         """Add an invited site; `signs`: its kit names the instruction keys. Raises ConfigError like `with_site`."""
         self.federation = self.with_site(site)
         self.sites[site] = {"state": "invited"} | ({"signs": True} if signs else {})
+        self.save()
+
+    def with_server(self, names: Sequence[str], only: bool) -> FederationFile:
+        """Return the federation with these names of the server first; nothing is written. Raises ConfigError.
+
+        Args:
+            only: drop the names so far.
+        """
+        kept = [] if only else [name for name in self.federation.server if name not in names]
+        about = self.federation.model_dump(by_alias=True)
+        try:
+            if any(name.count(":") == 1 for name in names):  # more of them are an IPv6 address
+                raise ValueError("a port")
+            return FederationFile.model_validate(about | {"server": [*dict.fromkeys(names), *kept]})
+        except ValueError:  # pydantic's ValidationError is one
+            raise ConfigError(
+                f"NAME: expected host names or addresses without a port, found {sanitize(' '.join(names), 200)!r}; the "
+                "port stays the federation's"
+            ) from None
+
+    def rename_server(self, federation: FederationFile) -> None:
+        """Write the federation of `with_server`."""
+        self.federation = federation
         self.save()
 
     def mark_signing(self, site: str) -> None:

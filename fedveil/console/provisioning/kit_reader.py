@@ -73,6 +73,8 @@ def names_instruction_keys(file: Path) -> bool:
 def _toml(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file}: expected TOML, found an error: {error}; correct that line") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"--kit: expected a readable {file.name} in {file.parent}, found none ({error}); unpack the "

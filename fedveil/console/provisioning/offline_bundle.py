@@ -1,47 +1,64 @@
-"""An offline bundle: a folder with a manifest that a person carries to a site without a network.
+"""An offline bundle: a folder with checksums that a person carries to a site without a network.
 
     wheels/            FedVeil and all its dependencies
     images/            container images, as files
+    requirements.txt   every wheel's name, version and SHA-256, for pip install --require-hashes
     constraints.txt    the versions of all packages
-    INSTALL.md         instructions for the site
-    MANIFEST.json      every other file with its size and SHA-256, and the origin of the bundle
+    INSTALL.md         instructions for the site; the first line says what made the bundle
+    SHA256SUMS         every other file with its SHA-256, as sha256sum -c reads it
 
-The manifest shows whether the folder arrived unchanged, not who made it: send its SHA-256 over another channel.
+The site compares the SHA-256 of SHA256SUMS with the maker by telephone, checks the list with `sha256sum -c`, and only
+then installs. No program from the bundle takes part in that check: a changed wheel could contain a `fedveil bundle
+verify` that finds nothing. pip then installs only the wheels that requirements.txt lists.
 (The bundle that Flower sends to sites is something else: fedveil/console/flower/app_bundle.py.)
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from fedveil import __version__, paths
 from fedveil.console.flower.processes import ProcessGroup
 from fedveil.errors import ConfigError, StateError
 
-MANIFEST = "MANIFEST.json"
+SUMS = "SHA256SUMS"
+REQUIREMENTS = "requirements.txt"
 _COLLECT_SECONDS = 3600.0
+_LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")
+_WHEEL = re.compile(r"([\w.]+)-([\w.+!]+)(?:-\d[\w.]*)?(?:-[\w.]+){3}\.whl", re.ASCII)
 _INSTALL = """\
 # FedVeil {version} without a network
 
-Compare the SHA-256 of MANIFEST.json with the person who made this folder. The commands below need no network.
+For Python {python} on {machine}. The commands below need no network. Run them in this folder, in this order.
 
-    docker load -i images/NAME.tar                    # each image
+1. Ask the person who made this folder for the SHA-256 of SHA256SUMS, by telephone. Compare it with what this prints:
 
-Without containers, on Python {python} of the same system ({machine}):
+    sha256sum SHA256SUMS
 
-    python3 -m venv venv
-    venv/bin/pip install --no-index --find-links wheels -c constraints.txt fedveil
-    venv/bin/fedveil bundle verify .
+2. Check every file. Stop if this prints anything:
+
+    sha256sum --quiet -c SHA256SUMS
+
+3. With containers, load each image:
+
+    docker load -i images/NAME.tar
+
+4. Without containers, install on Python {python} of the same system:
+
+    python3 -m venv ../fedveil-venv
+    ../fedveil-venv/bin/pip install --require-hashes --no-deps --no-index --find-links wheels -r requirements.txt
+    ../fedveil-venv/bin/fedveil bundle verify .       # also finds files that SHA256SUMS does not list
+
+Step 2 must come before step 4: what a changed wheel installs can also lie about the bundle.
 """
 
 
@@ -57,7 +74,7 @@ class OfflineBundle:
 
     @classmethod
     def make(cls, folder: Path, source: Path | None, images: Sequence[str]) -> OfflineBundle:
-        """Collect wheels and images in the new folder, all or nothing; no manifest yet.
+        """Collect wheels and images in the new folder, all or nothing; no checksums yet.
 
         Args:
             source: a checkout from which to build FedVeil's wheel; None = this installation.
@@ -84,59 +101,88 @@ class OfflineBundle:
         return cls(folder)
 
     @property
-    def manifest(self) -> Path:
-        """Return the content of MANIFEST.json."""
-        return self.folder / MANIFEST
+    def sums(self) -> Path:
+        """Return the path of SHA256SUMS."""
+        return self.folder / SUMS
 
-    def write_manifest(self) -> str:
-        """Write the manifest and return a one-line summary. Raises StateError for an empty or missing folder."""
+    def write_checksums(self) -> str:
+        """Write requirements.txt and SHA256SUMS and return a one-line summary.
+
+        Raises StateError for an empty or missing folder, a link, or a name that `sha256sum` would escape.
+        """
         if not self.folder.is_dir():
             raise StateError(
                 f"offline bundle: expected a folder, found none at {self.folder}; collect wheels and images in one"
             )
-        files = list_wheels(self.folder)
-        if not files:
+        if wheels := sorted((self.folder / "wheels").glob("*.whl")):
+            (self.folder / REQUIREMENTS).write_text("".join(_requirement(wheel) for wheel in wheels))
+        sums = file_checksums(self.folder)
+        if not sums:
             raise StateError(
                 f"offline bundle: expected files in {self.folder}, found none; collect wheels and images in it"
             )
-        made = {"fedveil": __version__, "python": platform.python_version(), "machine": platform.machine()}
-        self.manifest.write_text(json.dumps({"made": made, "files": files}, indent=1, sort_keys=True) + "\n")
-        total = sum(entry["bytes"] for entry in files.values())
-        return f"{self.manifest}: {len(files)} files, {total:,} bytes; SHA-256 {_sha256(self.manifest)}"
+        self.sums.write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()))
+        total = sum((self.folder / name).stat().st_size for name in sums)
+        return (
+            f"{self.sums}: {len(sums)} files, {total:,} bytes; SHA-256 {_sha256(self.sums)}\n"
+            f"Read this SHA-256 to the site by telephone; it compares it before it installs: {self.folder}/INSTALL.md"
+        )
 
     def verify(self) -> str:
-        """Compare the folder with its manifest and return a one-line summary. Raises StateError on a difference."""
+        """Compare the folder with SHA256SUMS and return a one-line summary. Raises StateError on a difference."""
         try:
-            expected = json.loads(self.manifest.read_text())["files"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            lines = self.sums.read_text().splitlines()
+        except (OSError, ValueError) as error:
             raise StateError(
-                f"{self.manifest}: expected a manifest, found none ({type(error).__name__}); copy the folder again"
+                f"{self.sums}: expected the list of checksums, found none ({type(error).__name__}); copy the folder "
+                "again"
             ) from None
-        files = list_wheels(self.folder)
+        expected = {match[2]: match[1] for line in lines if (match := _LINE.fullmatch(line))}
+        if not lines or len(expected) != len(lines):
+            raise StateError(
+                f"{self.sums}: expected a line of a SHA-256 and a name for each file, found another text; copy the "
+                "folder again"
+            )
+        files = file_checksums(self.folder)
         for name in sorted(set(expected) | set(files)):
             if expected.get(name) != files.get(name):
-                what = "missing" if name not in files else "not in the manifest" if name not in expected else "changed"
+                what = "missing" if name not in files else f"not in {SUMS}" if name not in expected else "changed"
                 raise StateError(
-                    f"{self.folder / name}: expected the file as the manifest lists it, found it {what}; copy the "
-                    "folder again"
+                    f"{self.folder / name}: expected the file as {SUMS} lists it, found it {what}; copy the folder "
+                    "again"
                 )
-        return f"{self.folder}: {len(files)} files, all unchanged; SHA-256 of the manifest {_sha256(self.manifest)}"
+        return f"{self.folder}: {len(files)} files, all unchanged; SHA-256 of {SUMS} {_sha256(self.sums)}"
 
 
-def list_wheels(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return bytes and sha256 of every file below `folder` except the manifest. Raises StateError for a link."""
-    files = {}
+def file_checksums(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file below `folder` except SHA256SUMS, by its path there.
+
+    Raises StateError for a link, or for a name that `sha256sum` would escape.
+    """
+    sums = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink():
             raise StateError(f"{path}: expected files and folders, found a link; put the file itself there")
-        if path.is_file() and name != MANIFEST:
-            files[name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-    return files
+        if "\n" in name or "\r" in name or "\\" in name:
+            raise StateError(f"{path!r}: expected a name without line breaks and backslashes; rename the file")
+        if path.is_file() and name != SUMS:
+            sums[name] = _sha256(path)
+    return sums
+
+
+def _requirement(wheel: Path) -> str:
+    """Return a wheel's line of requirements.txt. Raises StateError if its name is not that of a wheel."""
+    match = _WHEEL.fullmatch(wheel.name)
+    if match is None:
+        raise StateError(
+            f"{wheel}: expected a wheel's name, such as fedveil-0.2.0-py3-none-any.whl; remove or rename the file"
+        )
+    return f"{match[1]}=={match[2]} --hash=sha256:{_sha256(wheel)}\n"
 
 
 def _collect(folder: Path, source: Path | None, images: Sequence[str]) -> None:
-    """Fill the folder, except for the manifest."""
+    """Fill the folder, except for the checksums."""
     processes = ProcessGroup(folder)
     constraints = source / "constraints.txt" if source else paths.find_file("constraints.txt")
     wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", str(folder / "wheels"), "--no-deps"]

@@ -84,5 +84,15 @@ class OperatorRegistry:
         self.entries[name] = {**self.entries[name], "state": "revoked"}
         self._save()
 
+    def is_last_admin(self, name: str, now: datetime | None = None) -> bool:
+        """Return whether this operator is the only one with the role admin whose token is valid."""
+        at = now or datetime.now(UTC)
+        admins = {
+            who
+            for who, entry in self.entries.items()
+            if entry["role"] == "admin" and entry["state"] == "active" and datetime.fromisoformat(entry["until"]) > at
+        }
+        return admins == {name}
+
     def _save(self) -> None:
         write_atomic(self._file, json.dumps({"operators": self.entries}, indent=1).encode())

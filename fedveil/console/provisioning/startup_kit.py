@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import io
 import tarfile
+import tomllib
 from pathlib import Path
 
 from fedveil.console.flower.machine import Value, format_toml
@@ -116,6 +117,11 @@ _IN_THE_KIT: dict[str, Value] = {
     "data": "data", "state-dir": "state", "policy": "site-policy.toml", "signing-key": "keys/signing.key",
     "instruction-keys": INSTRUCTION_KEYS,
 }  # fmt: skip
+_MOST_BYTES = 1 << 16
+ADDRESS_AT_SITE = (
+    "at the site, in its kit's folder: tar xzf NEW.tar.gz --strip-components=1 --wildcards '*/site.toml' "
+    "'*/compose.yaml', then start it again; keys, policy and state stay as they are"
+)
 _IN_CONTAINERS: dict[str, Value] = {
     "data": "/data", "state-dir": "/state", "policy": "/kit/site-policy.toml", "signing-key": "/secret/signing.key",
     "instruction-keys": f"/kit/{INSTRUCTION_KEYS}",
@@ -147,6 +153,18 @@ def kit_files(federation: FederationFile, site: str, ca: bytes, keys: Instructio
     kit = {"ca.crt": ca, **{name: text.encode() for name, text in text_files.items()}}
     sums = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in sorted(kit.items()))
     return {**kit, "SHA256SUMS": sums.encode()}
+
+
+def address_in_kit(file: Path) -> str:
+    """Return HOST:PORT of the server in a kit that `write_kit` wrote; "" if there is none to be read."""
+    try:
+        with tarfile.open(file, "r:gz") as archive:
+            for entry in archive:
+                if entry.isfile() and entry.name.endswith("/site.toml") and (data := archive.extractfile(entry)):
+                    return str(tomllib.loads(data.read(_MOST_BYTES).decode())["superlink"])
+    except (OSError, ValueError, KeyError, tarfile.TarError):
+        return ""
+    return ""
 
 
 def write_kit(file: Path, federation: FederationFile, site: str, ca: bytes, keys: InstructionKeys) -> None:

@@ -10,6 +10,7 @@ The id stays in memory: it is in no returned value, log, error or file.
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -302,6 +303,11 @@ def read_id(unit: str) -> str:
 def _from_log(file: Path) -> dict[str, RunExposure]:
     """Return the runs with uploads in the site's audit log. Raises StateError."""
     runs: dict[str, RunExposure] = {}
+    if file.exists() and (damaged := audit_log.count_damaged(audit_log.list_log_files(file))):
+        print(
+            f"note: {damaged} lines of {file} and its earlier files are damaged; runs in them may be missing here",
+            file=sys.stderr,
+        )
     for line in audit_log.read_log(file) if file.exists() else []:
         if line["event"] != "sent" or not isinstance(line.get("run"), str) or type(line.get("round")) is not int:
             continue

@@ -84,7 +84,7 @@ def log_verdict(later: BackgroundQueries, file: Path) -> LogVerdict:
 
 def _verified(file: Path) -> LogVerdict:
     try:
-        safe_files.require_bounded(file, file.stat().st_size)
+        safe_files.require_bounded(file, audit_log.log_bytes(file))
         head = audit_log.verify_log(file)
     except StateError as error:
         return LogVerdict(sanitize(error, 1000), "alert")

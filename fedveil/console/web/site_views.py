@@ -183,7 +183,7 @@ def _ledger_note(standing: CachedAnswer[LedgerStanding]) -> str:
 
 def _summed(file: Path) -> _Left:
     """Read and verify the whole log. Raises StateError."""
-    safe_files.require_bounded(file, file.stat().st_size)
+    safe_files.require_bounded(file, audit_log.log_bytes(file))
     runs: dict[tuple[str, str], tuple[int, int, int, str]] = {}
     events, refusals = Counter[str](), []
     for line in audit_log.read_log(file):

@@ -12,7 +12,8 @@ Formal guarantees, for a server that `patch_grpc_server` has changed:
 |---|---|
 | without a key, a time or a signature, or with a duplicate of one | UNAUTHENTICATED |
 | of a key that is not in the registry | see site_registry.py; its signature is not checked |
-| of a registered key, with a wrong signature or time | UNAUTHENTICATED |
+| of a registered key, with a wrong signature | UNAUTHENTICATED |
+| the same, with a right signature over a time that is too far from the server's | UNAVAILABLE, and how far |
 | the ninth of a key | the oldest one of that key ends with UNAVAILABLE |
 | no body after 300 s, or the stream ends without one | UNAVAILABLE |
 | a body of more than 64 KiB (2 MiB for PushMessages, 8 MiB for PushObject) | PERMISSION_DENIED |
@@ -30,12 +31,13 @@ from typing import Any
 
 import grpc
 from flwr.common.constant import PUBLIC_KEY_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER
+from flwr.supercore.date import now
 from google.protobuf.message import DecodeError
 
 from fedveil.guard import fleet_limits as limits
 from fedveil.guard.flower import RefusalBehavior
 from fedveil.guard.open_calls import OpenCalls
-from fedveil.guard.signed_time import ERRORS, check_signed_time
+from fedveil.guard.signed_time import ERRORS, ClockDifferenceError, check_signed_time
 
 Refusal = Callable[[bytes, bool], tuple[RefusalBehavior, str] | None]
 
@@ -115,9 +117,7 @@ class FleetCallInterceptor(grpc.ServerInterceptor):
         """Return the key that signed a call; otherwise end the call."""
         found = {name: [v for n, v in details.invocation_metadata if n == name] for name in _HEADERS}
         if any(len(values) != 1 for values in found.values()):
-            context.abort(
-                grpc.StatusCode.UNAUTHENTICATED, "fedveil: a key, a time and a signature are needed, each once"
-            )
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{_HEADERS_NEEDED}; {limits.SHOWS_TIME}{now().isoformat()}")
         key, stamp, signature = (found[name][0] for name in _HEADERS)
         activates = details.method == f"{_FLEET}ActivateNode"
         try:
@@ -125,6 +125,8 @@ class FleetCallInterceptor(grpc.ServerInterceptor):
             if refused is None:
                 check_signed_time(key, stamp, signature)
                 refused = self._refusal(key, activates)
+        except ClockDifferenceError as error:
+            context.abort(grpc.StatusCode.UNAVAILABLE, f"fedveil: {error}")
         except ERRORS:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "fedveil: the signature is not by this key over this time")
         if refused is not None:

@@ -35,7 +35,7 @@ from flwr.common.constant import TIMESTAMP_HEADER
 from fedveil.guard import fleet_limits as limits
 from fedveil.guard.flower import RefusalBehavior
 from fedveil.guard.open_calls import OpenCalls
-from fedveil.guard.signed_time import ERRORS, check_signed_time
+from fedveil.guard.signed_time import ERRORS, ClockDifferenceError, check_signed_time
 
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Any, Any], Awaitable[None]]
@@ -180,8 +180,10 @@ def _refused(scope: Scope, refusal: Refusal, is_known: Callable[[bytes], bool]) 
         if refused is None:
             check_signed_time(key, stamp, b64decode(signature_text, validate=True))
             refused = refusal(key, scope["path"] == _ACTIVATES)
+    except ClockDifferenceError as error:
+        return 503, str(error), b""
     except ERRORS:
-        return 401, "the signature is not by this key over this time; is the clock right?", b""
+        return 401, "the signature is not by this key over this time", b""
     if refused is None:
         return 0, "", key
     return _STATUS[refused[0]], refused[1].removeprefix("fedveil: "), b""

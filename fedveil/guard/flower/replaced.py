@@ -117,6 +117,7 @@ REPLACED = (
         for call in FLEET_CALLS
     ),
     ReplacedAttribute("guard/flower/fleet_calls.py", "SuperLink", "grpc", "server", ("interceptors",), "gRPC"),
+    ReplacedAttribute("guard/flower/database_locks.py", "SuperLink", "flwr.supercore.sql_mixin", "SQLITE_PRAGMAS"),
     ReplacedAttribute("guard/superlink.py", "SuperLink", "uvicorn", "Config.__init__", ("app",)),
     *(
         ReplacedAttribute(f"guard/flower/{file}", "SuperLink", f"{_LINK}.{module}", f"{state}.{name}", takes)
@@ -126,6 +127,14 @@ REPLACED = (
             ("incomplete_replies.py", "store_message_and_object_tree", ()),
             ("redelivery.py", "get_message_ins", ()),
         )
+    ),
+    *(
+        ReplacedAttribute("guard/steady_clock.py", "SuperLink", f"{package}.{module}", "now", speaks="gRPC")
+        for package, modules in (
+            (_LINK, ("sql_linkstate", "in_memory_linkstate", "utils")),
+            (_STORE, ("sql_corestate", "in_memory_corestate")),
+        )
+        for module in modules
     ),
     ReplacedAttribute(
         "guard/flower/fleet_grpc.py", "SuperLink",

@@ -19,6 +19,7 @@ app's processes use it too.
 from __future__ import annotations
 
 import importlib
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from logging import WARNING
 from typing import Any
 
 from fedveil.guard.minute_log import MinuteLog
+from fedveil.sanitize import sanitize
 
 AGAIN = frozenset(
     ("INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED", "RESOURCE_EXHAUSTED", "408", "429", "500")
@@ -34,6 +36,8 @@ PUSH_SECONDS = 300.0
 _PUSHES = ("PushMessagesRequest", "PushObjectRequest")
 _BAD_GATEWAY = "502"
 _TLS_WORDS = ("certificate", "ssl", "tls")  # as Flower's http_retry.py has them
+
+_OWN = re.compile(r"fedveil: ((?:the site's clock is|this key is registered, but) [^\"\n]{1,300})")
 
 _log = MinuteLog()
 
@@ -45,6 +49,14 @@ def status_of(error: BaseException) -> str:
         return str(int(response.status_code))
     code = getattr(error, "code", None)
     return str(getattr(code(), "name", "")) if callable(code) else ""
+
+
+def own_words(error: BaseException) -> str:
+    """Return what this federation's fleet port says of a refusal that is temporary, such as a wrong clock; else ""."""
+    details = getattr(error, "details", None)
+    text = details() if callable(details) else getattr(getattr(error, "response", None), "text", "")
+    match = _OWN.search(str(text)[:2000])
+    return sanitize(f"fedveil: {match[1]}", 500) if match else ""
 
 
 def is_unauthenticated(error: BaseException) -> bool:
@@ -71,6 +83,8 @@ class RetryPolicy:
     def should_give_up(self, error: Exception) -> bool:
         """Decide like Flower's `should_giveup`, but by the table above."""
         status = status_of(error)
+        if said := own_words(error):
+            _log.write(WARNING, said, key="fedveil")
         if status in AGAIN:
             began = getattr(self._call, "push_began", None)
             late = began is not None and self._clock() - began >= PUSH_SECONDS

@@ -6,6 +6,7 @@ import base64
 import json
 import math
 import tomllib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from fedveil.contract.param_spec import ParamSpec
 from fedveil.contract.trainer import BatchIndices
 from fedveil.contract.trainer_wrappers import WrappedGradientSource
 from fedveil.errors import PolicyError, StateError, WireError
+from fedveil.records.atomic_files import write_checksummed
 from tests.client_app.one_site import Server
 from tests.conftest import ToyTrainer
 
@@ -147,9 +149,48 @@ GOOD = [1.0, 5, base64.b64encode(bytes(8 * 64)).decode()]
     ],
 )
 def test_a_damaged_file_refuses(damage, tmp_path):
-    (tmp_path / "received.json").write_text(damage if isinstance(damage, str) else json.dumps(damage))
+    data = damage.encode() if isinstance(damage, str) else b"[]" if damage == [] else write_checksummed(damage)
+    (tmp_path / "received.json").write_bytes(data)
     with pytest.raises(StateError, match="restore it from a backup"):
         BroadcastReferenceStore(tmp_path).load()
+
+
+def test_a_file_without_a_checksum_refuses(tmp_path):
+    good = {"key": "00" * 32, "first": {"a": GOOD}, "last": {"a": GOOD}}
+    (tmp_path / "received.json").write_bytes(write_checksummed(good))
+    assert BroadcastReferenceStore(tmp_path).load().last["a"].norm == 1.0
+    (tmp_path / "received.json").write_text(json.dumps(good))
+    with pytest.raises(StateError, match="checksum"):
+        BroadcastReferenceStore(tmp_path).load()
+
+
+def test_every_changed_byte_of_the_file_is_found(tmp_path):
+    """Without a checksum, 926 of 1,514 such changes loaded as another reference."""
+    store = BroadcastReferenceStore(tmp_path)
+    store.save(BroadcastReference.from_weights({"a": torch.arange(5.0)}, bytes(32)))
+    data = (tmp_path / "received.json").read_bytes()
+    for at in range(len(data)):
+        changed = bytearray(data)
+        changed[at] ^= 1 << at % 8
+        (tmp_path / "received.json").write_bytes(changed)
+        with pytest.raises(StateError, match="restore it from a backup"):
+            store.load()
+
+
+@pytest.mark.parametrize("part", ["norm", "sketch", "other"])
+@pytest.mark.parametrize("names", ["ab", "ba"])
+def test_a_distance_that_is_not_a_number_is_refused(part, names):
+    """`max([0.0, nan])` is 0.0, so a comparison that ignores NaN would permit any weights."""
+    nan = float("nan")
+    reference = BroadcastReference.from_weights({name: one(1.0) for name in names}, bytes(32))
+    bad = reference.last["a"]
+    if part != "other":
+        bad = replace(bad, **{part: nan if part == "norm" else bad.sketch * nan})
+    reference = replace(reference, last={**reference.last, "a": bad})
+    weights = {name: one(nan if part == "other" and name == "a" else 1.0) for name in names}  # the others do not move
+    change, _ = reference.distances(weights)
+    with pytest.raises(PolicyError, match="max-broadcast-change"):
+        decisions.check_broadcast(SitePolicy(**{"max-broadcast-change": 2.0}), 1.0, change, 0.0)
 
 
 def test_a_damaged_file_refuses_the_client_round(tmp_path):

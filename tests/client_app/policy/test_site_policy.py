@@ -74,7 +74,11 @@ def test_without_a_policy_everything_passes():
         ('models = ["gpt2"]', 'task.model: this site permits .* found "tiny"'),
         ("max-rounds = 4", "run.rounds: this site permits at most 4, found 5"),
         (None, r"policy: expected a readable policy file, found none \(FileNotFoundError\)"),
-        ("methods = fedavg", r"found an invalid one \(TOMLDecodeError\)"),
+        ("methods = fedavg", r"found an invalid one \(not TOML: Invalid value \(at line 1, column 11\)\)"),
+        (
+            "[permits]\nmax-epsilon = 3\ndelta = 1e-5",
+            "delta, max-epsilon: expected above the line .permits., found below",
+        ),
         ("method = []", "found an invalid one .method: Extra inputs are not permitted"),
         ('methods = "fedavg"', "found an invalid one .methods: Input should be a valid list"),
     ],

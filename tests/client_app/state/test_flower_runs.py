@@ -6,6 +6,7 @@ import pytest
 
 from fedveil.client_app.state import flower_runs
 from fedveil.errors import PolicyError, StateError
+from fedveil.records.atomic_files import read_checksummed
 
 
 def test_a_flower_run_is_bound_to_the_name_of_its_first_instruction(tmp_path):
@@ -20,12 +21,14 @@ def test_a_flower_run_is_bound_to_the_name_of_its_first_instruction(tmp_path):
 def test_a_resumed_run_has_another_flower_run_and_the_same_name(tmp_path):
     for flower_run in (7, 2**64 - 1):
         flower_runs.bind_flower_run(tmp_path, flower_run, "first")
-    bound = {file.name: file.read_text() for file in (tmp_path / flower_runs.FOLDER).iterdir()}
-    assert bound == {"7": "first", str(2**64 - 1): "first"}
+    files = {file.name: read_checksummed(file.read_bytes()) for file in (tmp_path / flower_runs.FOLDER).iterdir()}
+    assert files == {"7": {"run": "first"}, str(2**64 - 1): {"run": "first"}}
 
 
-def test_a_file_that_cannot_be_read_is_an_error_in_words(tmp_path):
+@pytest.mark.parametrize("damage", [b"\xff", b"", b"first", None])
+def test_a_file_that_cannot_be_read_is_an_error_in_words(damage, tmp_path):
     flower_runs.bind_flower_run(tmp_path, 7, "first")
-    (tmp_path / flower_runs.FOLDER / "7").write_bytes(b"\xff")
-    with pytest.raises(StateError, match="expected the name of a run, found UnicodeDecodeError; remove it"):
+    file = tmp_path / flower_runs.FOLDER / "7"
+    file.write_bytes(file.read_bytes().replace(b"first", b"forst") if damage is None else damage)
+    with pytest.raises(StateError, match="expected the name of a run with its checksum.*restore it from a backup"):
         flower_runs.check_flower_run(tmp_path, 7, "first")

@@ -146,3 +146,15 @@ def test_a_serving_is_counted_before_the_turn(tmp_path):
         served.count(0, 2, 1)
     ReplayGuard.open(tmp_path, "another", "s").count(0, 2, 1)
     ReplayGuard.open(tmp_path, "r", "t").count(0, 2, 1)
+
+
+def test_a_lost_file_beside_the_state_of_a_served_round_is_not_taken_for_a_new_run(ask, tmp_path):
+    assert ask(0) == "all"
+    (folder,) = {file.parent for file in (tmp_path / "state").rglob("served.json")}
+    (folder / "served.json").unlink()
+    with pytest.raises(StateError, match="found none beside the run's private state; restore it from a backup"):
+        ReplayGuard(folder).check(0, 5, 3)
+    assert ask(0).startswith("StateError at the site")
+    for file in (*folder.glob("turn-*.safetensors"), *folder.glob("received.json")):
+        file.unlink()
+    assert ReplayGuard(folder).check(0, 5, 3) == 0

@@ -13,7 +13,8 @@ from flwr.supercore.heartbeat import HeartbeatFailure, HeartbeatSender
 from flwr.supercore.run import RunNotRunningException
 
 from fedveil.guard import heartbeat, last_heartbeat
-from fedveil.guard.heartbeat import NodeHeartbeatSender, PersistentHeartbeatSender
+from fedveil.guard.heartbeat import NodeHeartbeatSender, PersistentHeartbeatSender, TaskHeartbeatSender
+from fedveil.records import process_exit
 
 
 class Server:
@@ -103,3 +104,18 @@ def test_without_the_variable_nothing_is_noted(tmp_path: Path, monkeypatch: pyte
 def test_a_silence_of_days_has_its_day() -> None:
     file = Path(__file__)
     assert "-" in last_heartbeat.describe_silence(file, file.stat().st_mtime + 200_000).rpartition("since ")[2]
+
+
+def test_a_task_that_was_frozen_says_so_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower ends the run of a process that slept for a minute; that is no person's stop."""
+    monkeypatch.delenv(process_exit.LAST_ANSWER, raising=False)
+    assert process_exit.describe_lost_contact() == ""
+    TaskHeartbeatSender(Server())._heartbeat()
+    now = process_exit.boot_seconds()
+    assert process_exit.describe_lost_contact(now + 59) == ""
+    assert "no answer from the SuperLink for 3,600 s" in process_exit.describe_lost_contact(now + 3600)
+    with pytest.raises(HeartbeatFailure):
+        TaskHeartbeatSender(Server(ValueError("401")))._heartbeat()  # a refused one is no answer
+    assert "3,600 s" in process_exit.describe_lost_contact(now + 3600)
+    monkeypatch.setenv(process_exit.LAST_ANSWER, "yesterday")
+    assert process_exit.describe_lost_contact() == ""

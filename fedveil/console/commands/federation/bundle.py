@@ -1,13 +1,14 @@
 """`fedveil bundle`: makes or checks an offline bundle, for sites without network.
 
-An offline bundle is a folder with wheels of FedVeil and its dependencies, container images, and a manifest:
+An offline bundle is a folder with wheels of FedVeil and its dependencies, container images, and their checksums:
 
     fedveil bundle make FOLDER         with a network: collects everything in a new folder
-    fedveil bundle manifest FOLDER     writes every file's size and SHA-256 to FOLDER/MANIFEST.json, after a change
-    fedveil bundle verify FOLDER       at the site: reports files that are missing, changed, or not in the manifest
+    fedveil bundle checksums FOLDER    writes requirements.txt and SHA256SUMS of FOLDER, after a change
+    fedveil bundle verify FOLDER       at the site: reports files that are missing, changed, or not listed
 
-The manifest shows whether the folder arrived unchanged, not who made it. Send the SHA-256 that the commands print over
-a second channel.
+A site checks the folder before it installs from it, with `sha256sum -c SHA256SUMS`, and compares the SHA-256 of
+SHA256SUMS with the maker by telephone. `verify` is a program of the bundle itself: it finds copying errors and
+files that are not listed, but no forgery.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     make.add_argument("--no-images", action="store_true", help="collect only wheels")
     make.set_defaults(run=_make)
-    manifest = actions.add_parser("manifest", help="write the manifest: every file with its size and hash")
-    manifest.set_defaults(run=_manifest)
-    verify = actions.add_parser("verify", help="compare the bundle's files with its manifest")
+    checksums = actions.add_parser("checksums", help="write requirements.txt and SHA256SUMS, after a change")
+    checksums.set_defaults(run=_checksums)
+    verify = actions.add_parser("verify", help="compare the bundle's files with SHA256SUMS")
     verify.set_defaults(run=_verify)
-    for action in (make, manifest, verify):
+    for action in (make, checksums, verify):
         action.add_argument("folder", type=Path, help="the offline bundle")
 
 
 def _make(args: argparse.Namespace) -> int:
     images = [] if args.no_images else args.image or [f"fedveil:{__version__}"]
-    print(OfflineBundle.make(args.folder, args.source, images).write_manifest())
+    print(OfflineBundle.make(args.folder, args.source, images).write_checksums())
     return 0
 
 
-def _manifest(args: argparse.Namespace) -> int:
-    print(OfflineBundle(args.folder).write_manifest())
+def _checksums(args: argparse.Namespace) -> int:
+    print(OfflineBundle(args.folder).write_checksums())
     return 0
 
 

@@ -14,14 +14,11 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 
-from cryptography import x509
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-
-from fedveil.console.flower import certificates, instruction_key_files
+from fedveil.console.flower import instruction_key_files
 from fedveil.console.flower.flwr_cli import FlowerCli, ServerUnreachableError
 from fedveil.console.provisioning import enrollment, instruction_keys, startup_kit
 from fedveil.console.provisioning.federation_folder import FederationFile, SiteRegistry, roster_file
+from fedveil.console.provisioning.server_certificate import issue_certificate, read_certificate
 from fedveil.errors import ConfigError
 from fedveil.federation.message_signatures.key_files import INSTRUCTION_KEYS, InstructionKeys
 from fedveil.federation.secagg.roster import SigningKeyRoster, roster_digest
@@ -53,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sync.set_defaults(run=_changing(_sync))
     roster = actions.add_parser("roster", help="write the sites' signing keys to a file and print their digest")
     roster.set_defaults(run=_roster)
+    address = actions.add_parser("address", help="print the server's address, and which kits have it")
+    address.set_defaults(run=_address)
     renew = actions.add_parser("renew-server", help="issue a new key and certificate for the server from the same CA")
     renew.set_defaults(run=_changing(_renew))
     instruction = actions.add_parser(
@@ -63,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "require-signatures", help="count only signed replies; refused while a registered site cannot sign"
     )
     require.set_defaults(run=_changing(_require_signatures))
-    for action in (listed, add, kit, register, revoke, expire, sync, roster, renew, instruction, require):
+    for action in (listed, add, kit, register, revoke, expire, sync, roster, address, renew, instruction, require):
         action.add_argument("folder", type=Path, help="the folder made by fedveil provision")
     roster.add_argument(
         "--out", type=Path, metavar="FILE", help="file to write; default: server/roster/roster.json in FOLDER"
@@ -114,7 +113,7 @@ def _list(args: argparse.Namespace) -> int:
     members.write_signers()
     over = False
     for name in ("ca.crt", "server.pem"):
-        ends = _certificate(args.folder / "server" / name).not_valid_after_utc
+        ends = read_certificate(args.folder / "server" / name).not_valid_after_utc
         over |= ends - now < _SOON
         print(f"{name:<20} until {ends:%Y-%m-%d}{_remark(ends, now)}")
     for site, entry in sorted(members.sites.items()):
@@ -129,19 +128,22 @@ def _list(args: argparse.Namespace) -> int:
 
 def _add(args: argparse.Namespace, members: SiteRegistry) -> int:
     federation = members.with_site(args.site)
-    _certificate(args.folder / "server" / "ca.crt")  # before keys are created for a folder without a certificate
+    read_certificate(args.folder / "server" / "ca.crt")  # before keys are created for a folder without a certificate
     keys = instruction_keys.ensure_keys(members)
     file = _write_kit(args.folder, federation, args.site, keys)
     members.add(args.site, signs=True)
     print(f"{args.site}: added; the start-up kit is {file}")
     print(f"instruction keys in it, to be confirmed by telephone: {_fingerprint(keys)}")
-    print(f"next: send the kit to the site, then run fedveil members register {args.folder} request.json")
+    print(
+        f"next: send the kit to the site, then run fedveil members register {args.folder} request.json "
+        "--fingerprint SHA256:..., as the site reads it to you"
+    )
     return 0
 
 
 def _kit(args: argparse.Namespace, members: SiteRegistry) -> int:
     members.entry(args.site)
-    _certificate(args.folder / "server" / "ca.crt")
+    read_certificate(args.folder / "server" / "ca.crt")
     keys = instruction_keys.ensure_keys(members)
     file, new = _write_kit(args.folder, members.federation, args.site, keys), not members.signs(args.site)
     members.mark_signing(args.site)
@@ -157,7 +159,7 @@ def _kit(args: argparse.Namespace, members: SiteRegistry) -> int:
 def _write_kit(folder: Path, federation: FederationFile, site: str, keys: InstructionKeys) -> Path:
     """Write a site's kit and return its file. Raises ConfigError for a missing certificate."""
     ca = folder / "server" / "ca.crt"
-    _certificate(ca)  # there, or an error that names it
+    read_certificate(ca)  # there, or an error that names it
     file = folder / "kits" / f"{site}.tar.gz"
     file.parent.mkdir(mode=0o700, exist_ok=True)
     startup_kit.write_kit(file, federation, site, ca.read_bytes(), keys)
@@ -178,7 +180,7 @@ def _remind_of_start(folder: Path) -> None:
 
 
 def _renew_instruction_key(args: argparse.Namespace, members: SiteRegistry) -> int:
-    _certificate(args.folder / "server" / "ca.crt")
+    read_certificate(args.folder / "server" / "ca.crt")
     had_keys = bool(members.instruction_keys)
     keys = instruction_keys.renew_keys(members, args.standby_key) if had_keys else instruction_keys.ensure_keys(members)
     sites = [site for site, entry in sorted(members.sites.items()) if entry["state"] in ("registered", "invited")]
@@ -209,22 +211,13 @@ def _require_signatures(args: argparse.Namespace, members: SiteRegistry) -> int:
     return 0
 
 
-def _certificate(file: Path) -> x509.Certificate:
-    try:
-        return x509.load_pem_x509_certificate(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{file}: expected a certificate that fedveil provision made, found none ({error}); restore it"
-        ) from None
-
-
 def _remark(ends: datetime, now: datetime) -> str:
     return "  EXPIRED" if ends <= now else "  soon" if ends - now < _SOON else ""
 
 
 def _register(args: argparse.Namespace, members: SiteRegistry) -> int:
     ca = args.folder / "server" / "ca.crt"
-    _certificate(ca)  # there, or an error that names it
+    read_certificate(ca)  # there, or an error that names it
     asked = enrollment.check_request(args.request, members.federation.name, ca.read_bytes())
     site = asked.site
     before = members.entry(site).get("signing", "")
@@ -318,28 +311,29 @@ def _sync(args: argparse.Namespace, members: SiteRegistry) -> int:
 
 
 def _renew(args: argparse.Namespace, members: SiteRegistry) -> int:
-    federation = members.federation
-    file = args.ca_key or args.folder / "ca" / "ca.key"
-    ca = _certificate(args.folder / "ca" / "ca.crt")
-    try:
-        key = serialization.load_pem_private_key(file.read_bytes(), None)
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"--ca-key: expected the CA's private key at {file}, found none ({error}); fetch it from its safe place"
-        ) from None
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != ca.public_key():
-        raise ConfigError(
-            f"--ca-key: expected the key of {args.folder / 'ca' / 'ca.crt'}, found a different key at {file}"
-        )
-    if ca.not_valid_after_utc <= datetime.now(UTC):
-        raise ConfigError(
-            f"ca.crt: expected a CA that is still valid, found one until {ca.not_valid_after_utc:%Y-%m-%d}; "
-            "provision again; every site then needs the new ca.crt"
-        )
-    certificates.write_server(args.folder / "server", ca, key, federation.server_names, timedelta(days=federation.days))
+    issue_certificate(args.folder, members.federation, args.ca_key)
     print(
         f"{args.folder / 'server'}: new server.pem and server.key; restart the SuperLink, sites reconnect by themselves"
     )
+    return 0
+
+
+def _address(args: argparse.Namespace) -> int:
+    """Print the server's address and, for each site, what it must do to use it."""
+    members = SiteRegistry(args.folder)
+    print(f"{members.federation.superlink}: the address in the kits; names in the certificate: "
+          f"{', '.join(members.federation.server)}")  # fmt: skip
+    for site, entry in sorted(members.sites.items()):
+        if entry["state"] not in ("registered", "invited"):
+            continue
+        kit = args.folder / "kits" / f"{site}.tar.gz"
+        named = startup_kit.address_in_kit(kit)
+        if named == members.federation.superlink:
+            print(f"{site}: its kit {kit} has this address")
+        else:
+            again = f"write it again: fedveil members kit {args.folder} {site}"
+            print(f"{site}: its kit {kit} has {named or 'none'}; {again}")
+    print(startup_kit.ADDRESS_AT_SITE)
     return 0
 
 

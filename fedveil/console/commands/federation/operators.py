@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add.add_argument("--renew", action="store_true", help="replace the token, role and expiry of an existing operator")
     add.set_defaults(run=_add)
     revoke = actions.add_parser("revoke", help="revoke an operator's token immediately")
+    revoke.add_argument("--last-admin", action="store_true", help="also if no other operator has the role admin")
     revoke.set_defaults(run=_revoke)
     listed = actions.add_parser(
         "list", help="list operators with role, state and last day; exit code 1 if a token expired"
@@ -78,6 +79,12 @@ def _add(args: argparse.Namespace) -> int:
 
 def _revoke(args: argparse.Namespace) -> int:
     with OperatorRegistry.locked(registry_folder(args.folder)) as operators:
+        if operators.is_last_admin(args.name) and not args.last_admin:
+            raise ConfigError(
+                f"NAME: {args.name} is the last operator with the role admin; add another first (fedveil operators add "
+                f"{args.folder} NEW --role admin --out FILE), or revoke it all the same with --last-admin: until then "
+                "only this machine can add one"
+            )
         operators.revoke(args.name)
     print(f"{args.name}: revoked as of the next request")
     if operators.entries[args.name]["role"] in ("submit", "admin") and _signs(args.folder):

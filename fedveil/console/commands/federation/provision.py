@@ -67,7 +67,10 @@ def run(args: argparse.Namespace) -> int:
         f"next: move {out / 'ca' / 'ca.key'} and instruction-standby.key in that folder to a safe place, start the "
         f"server (fedveil server start {out}, or docs/deploy/provision.md),"
     )
-    print(f"      send each site its kit, and register its request: fedveil members register {out} request.json")
+    print(
+        f"      send each site its kit, and register its request: fedveil members register {out} request.json "
+        "--fingerprint SHA256:..., as the site reads it to you"
+    )
     return 0
 
 

@@ -1,7 +1,10 @@
-"""`fedveil server`: starts a federation's server from its folder.
+"""`fedveil server`: starts a federation's server from its folder, and gives it other names.
 
 A server is Flower's SuperLink, with FedVeil's checks in front, and the SuperExec that runs apps. Ports, certificates
 and members come from the folder made by fedveil provision. In containers, the folder's compose file does the same.
+
+A folder can be moved to another place or machine. If sites then reach the server by another name, `rename` issues a
+certificate for it and writes the kits again with the new address.
 """
 
 from __future__ import annotations
@@ -10,13 +13,15 @@ import argparse
 from pathlib import Path
 
 from fedveil.console.launch import server
+from fedveil.console.provisioning import instruction_keys, startup_kit
+from fedveil.console.provisioning.federation_folder import SiteRegistry
+from fedveil.console.provisioning.server_certificate import issue_certificate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
-    start = parser.add_subparsers(metavar="ACTION", required=True).add_parser(
-        "start", help="start SuperLink and SuperExec; Ctrl-C stops both"
-    )
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    start = actions.add_parser("start", help="start SuperLink and SuperExec; Ctrl-C stops both")
     start.add_argument("folder", type=Path, help="the folder made by fedveil provision")
     start.add_argument(
         "--listen", metavar="HOST:PORT", help="address for sites; default: all addresses of this machine, on fleet-port"
@@ -25,7 +30,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--state-dir", type=Path, metavar="FOLDER", help="folder of the database and logs; default: server in FOLDER"
     )
     start.set_defaults(run=_start)
+    rename = actions.add_parser(
+        "rename", help="name the server as sites reach it from now on: a new certificate, and kits with the new address"
+    )
+    rename.add_argument("folder", type=Path, help="the folder made by fedveil provision")
+    rename.add_argument("name", nargs="+", metavar="NAME", help="a host name or address; the kits use the first")
+    rename.add_argument(
+        "--only", action="store_true", help="drop the names so far; without it the certificate keeps them"
+    )
+    rename.add_argument("--ca-key", type=Path, help="path of ca.key if it is no longer in the folder")
+    rename.set_defaults(run=_rename)
 
 
 def _start(args: argparse.Namespace) -> int:
     return server.run(server.resolve_server(args.folder, args.listen, args.state_dir))
+
+
+def _rename(args: argparse.Namespace) -> int:
+    with SiteRegistry.locked(args.folder) as members:
+        federation = members.with_server(args.name, args.only)
+        issue_certificate(args.folder, federation, args.ca_key)  # before the registry: it may be refused
+        members.rename_server(federation)
+        keys, ca = instruction_keys.pinned_keys(members), (args.folder / "server" / "ca.crt").read_bytes()
+        # A kit names the instruction keys; a site that has none yet gets them with fedveil members kit.
+        sites = [site for site in sorted(members.sites) if members.signs(site)]
+        (args.folder / "kits").mkdir(mode=0o700, exist_ok=True)
+        for site in sites:
+            startup_kit.write_kit(args.folder / "kits" / f"{site}.tar.gz", federation, site, ca, keys)
+    print(f"{args.folder / 'server'}: new server.pem and server.key for {', '.join(federation.server)}")
+    print(f"{args.folder / 'kits'}: {len(sites)} kits written again with {federation.superlink}")
+    print(f"next: restart the server (fedveil server start {args.folder}) and send each site its kit")
+    print(startup_kit.ADDRESS_AT_SITE)
+    return 0

@@ -1,7 +1,10 @@
-"""`fedveil log`: checks, shows or compares audit logs, or prints a log's anchor.
+"""`fedveil log`: checks, shows, continues or compares audit logs, or prints a log's anchor.
 
 An anchor is the number of lines and the hash of the last one. Another party keeps it. A log that was later
 truncated or completely rewritten no longer matches the anchor.
+
+`rotate` continues a log in a new file, to archive the old one or to go on after a damaged one. Lines keep their numbers
+and anchors stay valid. Earlier files that lie beside a log are part of it; `verify` also takes several files.
 
 `compare` reads the logs of two sites, and exits with 1 if their rounds of secure aggregation contradict each other.
 
@@ -23,6 +26,7 @@ from fedveil.federation.message_signatures.evidence import MOST_BYTES, Evidence
 from fedveil.federation.secagg.log_conflicts import count_common_plans, find_conflicts
 from fedveil.records import audit_log
 from fedveil.records.audit_log import LogHead
+from fedveil.records.log_rotation import rotate_log
 from fedveil.sanitize import sanitize
 
 _OWN = ("n", "time", "event", "previous", "hash")
@@ -46,8 +50,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the other end's log, which holds anchors of this one; name the site with --site",
     )  # fmt: skip
     verify.add_argument("--site", default="", help="with --other FILE of a server: the site that wrote this log")
+    verify.add_argument("file", type=Path, nargs="+", metavar="FILE", help="a log, or all its files, the oldest first")
     verify.set_defaults(run=_verify)
+    rotate = actions.add_parser("rotate", help="continue the log in a new file; the old one is kept under another name")
+    rotate.add_argument(
+        "--after", default="", metavar="LINES:HASH",
+        help="the last anchor that another party holds of a log that is lost, or whose last line is damaged",
+    )  # fmt: skip
+    rotate.set_defaults(run=_rotate)
     anchor = actions.add_parser("anchor", help="print the log's anchor; keep it where the log's owner cannot write")
+    anchor.add_argument(
+        "--site", default="", help="print instead the last anchor of this site's log that FILE, a server's log, holds"
+    )
     anchor.set_defaults(run=_anchor)
     show = actions.add_parser("show", help="print the lines as text, with times in this machine's zone")
     show.add_argument("--json", action="store_true", help="for programs: print the raw lines, rounds from 0")
@@ -60,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prove", help="print the signed message in a line as a file that anybody can check, without the log"
     )
     prove.set_defaults(run=_prove)
-    for action in (verify, anchor, show, compare, prove):
+    for action in (rotate, anchor, show, compare, prove):
         action.add_argument(
             "file", type=Path, help="audit-log.jsonl of a site's state folder, or of the server's run folder"
         )
@@ -79,10 +93,29 @@ def _verify(args: argparse.Namespace) -> int:
     anchors = [LogHead.parse(text) for text in args.anchor]
     if args.other:
         anchors += _held_by(args.other, args.site)
-    head = audit_log.verify_log(args.file, anchors)
-    print(f"{args.file}: {head.lines} lines, all unchanged; matching anchors: {len(anchors)}")
+    files = args.file if len(args.file) > 1 else audit_log.list_log_files(args.file[0])
+    first = audit_log.start_of(files[0]).lines
+    # The other end's anchors reach back to the beginning; one given by hand must be checked or refused.
+    own = [LogHead.parse(text) for text in args.anchor]
+    checkable = [anchor for anchor in anchors if anchor.lines >= first or anchor in own]
+    head = audit_log.verify_log_files(files, checkable)
+    damaged, names = audit_log.count_damaged(files), ", ".join(map(str, files))
+    what = f"{damaged} damaged, as the line after them records; all others unchanged" if damaged else "all unchanged"
+    print(f"{names}: {head.lines - first} lines, {what}; matching anchors: {len(checkable)}")
+    if first:
+        print(f"the log begins at line {first}: name its earlier files too to check them")
+    if skipped := len(anchors) - len(checkable):
+        print(f"{skipped} anchors are of earlier files and were not checked")
     if not anchors:
         print("no anchor was given: lines cut off at the end, or a fully rewritten log, would not be detected")
+    print(f"anchor now: {head}")
+    return int(damaged > 0)
+
+
+def _rotate(args: argparse.Namespace) -> int:
+    old, head = rotate_log(args.file, LogHead.parse(args.after) if args.after else None)
+    kept = f"the lines before are in {old}: keep it" if old else "the lines before are lost, and the log says so"
+    print(f"{args.file}: continues with line {head.lines - 1}; {kept}")
     print(f"anchor now: {head}")
     return 0
 
@@ -101,7 +134,10 @@ def _held_by(other: Path, site: str) -> list[LogHead]:
 
 
 def _anchor(args: argparse.Namespace) -> int:
-    print(audit_log.verify_log(args.file))
+    if args.site:
+        print(max(_held_by(args.file, args.site), key=lambda head: head.lines))
+    else:
+        print(audit_log.verify_log(args.file))
     return 0
 
 
@@ -129,9 +165,10 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _prove(args: argparse.Namespace) -> int:
-    lines = audit_log.read_log(args.file)
-    if not 0 <= args.line < len(lines):
-        raise ConfigError(f"LINE: expected a line from 0 to {len(lines) - 1} of {args.file}, found {args.line}")
+    lines = {line["n"]: line for line in audit_log.read_log(args.file)}
+    if args.line not in lines:
+        what = f"a line from {min(lines)} to {max(lines)}" if lines else "lines"
+        raise ConfigError(f"LINE: expected {what} of {args.file}, found {args.line}")
     print(Evidence.from_line(lines[args.line]).to_json())
     return 0
 

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fedveil.console.provisioning.federation_folder import SiteRegistry
-from fedveil.console.provisioning.online_status import absent_members
+from fedveil.console.provisioning.federation_folder import SiteRegistry, registry_folder
+from fedveil.console.provisioning.online_status import absent_members, node_states
 from fedveil.console.provisioning.refused_calls import read_refused_calls
 from fedveil.console.runs.per_site import sites_left
 from fedveil.console.runs.progress_bar import round_underway
@@ -93,6 +93,11 @@ def _last_failures(attempts: list[dict[str, Any]]) -> str:
 
 
 def _sites(folder: Path) -> tuple[list[str], bool]:
+    if not registry_folder(folder).is_dir():  # an operator's folder, which fedveil operators login made
+        states = node_states(folder)
+        online = sum(state == "online" for state in states.values())
+        note = f"{online} of {len(states)} registered sites are online; their names are in the server's own folder"
+        return [*(f"node {node:<24} {state}" for node, state in sorted(states.items())), note], online == len(states)
     missing, entries = absent_members(folder), sorted(SiteRegistry(folder).sites.items())
     refused = read_refused_calls(folder)
     lines = [

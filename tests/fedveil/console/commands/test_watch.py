@@ -11,6 +11,7 @@ import time
 import pytest
 
 from fedveil.console.commands.runs import status
+from fedveil.console.flower.flwr_cli import FlowerCli, write_connection
 from fedveil.console.flower.local_deployment import LocalDeployment, LocalSite
 from fedveil.console.main import main
 from fedveil.console.provisioning.online_status import why_absent
@@ -262,17 +263,28 @@ def test_a_run_that_says_it_runs_and_writes_nothing_is_called_silent(make_run, t
     "state,flower,words",
     [
         ("invited", None, "not registered yet"),
-        ("revoked", None, r"its key is revoked \(its last day was 2026-05-01\)"),
-        ("expired", None, "its key is expired"),
+        ("revoked", None, r"its key is revoked \(its last day was 2026-05-01\).* --renew --renew-signing$"),
+        ("expired", None, "its key is expired .* --renew$"),
         ("registered", "online", "^$"),
         ("registered", "offline", "stopped or disconnected"),
-        ("registered", "registered", "never online with its registered key"),
+        ("registered", "registered", "never online with its registered key: it was not started yet"),
         ("registered", None, "not known to Flower"),
     ],
 )
 def test_why_a_member_is_not_online(state, flower, words):
     entry = {"state": state} | ({} if state == "invited" else {"node": "7", "until": "2026-05-01T00:00:00+00:00"})
     assert re.search(words, why_absent(entry, {"7": flower} if flower else {"8": "online"}))
+
+
+def test_an_operator_without_the_registry_sees_which_sites_are_online(tmp_path, monkeypatch, capsys):
+    """The folder of `fedveil operators login` has a connection and no list of members."""
+    home = tmp_path / "anna" / "server" / "flower"
+    home.mkdir(parents=True)
+    write_connection(home, "127.0.0.1:1", home.parent / "ca.crt")
+    monkeypatch.setattr(FlowerCli, "nodes", lambda self: {"7": "online", "8": "offline"})
+    assert main(["status", str(tmp_path / "runs"), "--federation", str(tmp_path / "anna")]) == 1
+    assert "1 of 2 registered sites are online" in (stdout := capsys.readouterr().out)
+    assert re.search(r"node 8 +offline", stdout)
 
 
 def test_what_is_printed_to_be_pasted_is_quoted(make_run, tmp_path):

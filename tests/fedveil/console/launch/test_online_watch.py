@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
+from fedveil.console.doctor import checks
 from fedveil.console.flower.processes import ProcessGroup
 from fedveil.console.launch import online_watch
 from fedveil.console.launch.online_watch import SiteStartWatcher
@@ -82,7 +84,7 @@ def test_a_supernode_that_the_server_ended_is_not_taken_for_one_that_was_stopped
     processes.log("north").write_text("SuperNode ID: 5\nSuperNode terminated gracefully.\n")
     states = iter([None, 0])
     processes.ended = lambda name: next(states)
-    with pytest.raises(ConfigError, match="the server closed the connection: .*at the next start"):
+    with pytest.raises(ConfigError, match="the server refused this site's key.*at the next start"):
         watch(processes).until_ended()
 
 
@@ -119,12 +121,32 @@ def test_what_is_missing_is_said_once_and_looked_for_until_the_site_is_online(tm
         return what
 
     processes.ended = ended
-    with pytest.raises(ConfigError, match="the server closed the connection"):
+    with pytest.raises(ConfigError, match="the server refused this site's key"):
         watch(processes).until_ended()
     assert capsys.readouterr().out.splitlines() == [
         "site north: nothing answers yet: a", "site north: nothing answers yet: b", "site north: online",
     ]  # fmt: skip
     assert list(probe_answers) == []
+
+
+@pytest.mark.parametrize(
+    ("ahead", "verdict", "words"),
+    [
+        (7200, "fail", "this machine's clock is 7,200 s ahead of the server's"), (-7200, "fail", "7,200 s behind the"),
+        (6, "fail", "up to 5 s ahead and 305 s behind"), (4, "warn", "within 4 s"), (0, "ok", "within 0 s"),
+        (-300, "ok", "within 300 s"), (None, "ok", "does not name its time"),
+    ],
+)  # fmt: skip
+def test_a_clock_that_is_off_is_said_by_doctor_and_at_the_start(ahead, verdict, words, monkeypatch, tmp_path):
+    shown = None if ahead is None else datetime.now(UTC) - timedelta(seconds=ahead)
+    for name in ("_grpc_clock", "_http_clock"):
+        monkeypatch.setattr(checks, name, lambda *_: shown)
+    result = checks.check_server_clock("h:1", tmp_path / "ca.crt")
+    assert result.verdict == verdict
+    assert words in result.text
+    monkeypatch.setattr(checks, "check_fleet_port", lambda *_: checks.CheckResult("fleet port", "ok", ""))
+    told = online_watch.missing_sites("h:1", tmp_path / "ca.crt")
+    assert (words in told, "keeps retrying" in told) == ((verdict == "fail"), (verdict == "fail"))
 
 
 def test_a_turn_that_went_wrong_is_on_the_screen_with_its_cause_and_once(tmp_path, capsys):

@@ -8,6 +8,7 @@ import re
 import socket
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ from fedveil.console.flower.machine import free_ports
 from fedveil.console.launch import server
 from fedveil.console.main import main
 from fedveil.errors import ConfigError
+from fedveil.records import process_exit
 
 
 @pytest.fixture
@@ -106,6 +108,28 @@ def test_a_missing_file_an_expired_certificate_and_another_folder_are_named(pilo
     assert main(["server", "start", str(tmp_path)]) == 2
     assert "expected a folder made by fedveil provision" in (stderr := capsys.readouterr().err)
     assert stderr.endswith("; name that folder\n")
+
+
+def test_a_full_disk_is_said_once_and_so_is_its_end(pilot, monkeypatch, capsys):
+    monkeypatch.setattr(server, "_DISK_SECONDS", 0.0)
+    programs = server._Programs(server.resolve_server(pilot), None)
+    for free in (1 << 40, 1 << 20, 1 << 20, 1 << 40, 1 << 40):
+        monkeypatch.setattr(process_exit.shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
+        programs.tell_full_disk()
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"server: the disk of {pilot / 'server'} is full (1 MB free): free space; until then runs fail"
+    assert second == f"server: the disk of {pilot / 'server'} has space again"
+
+
+@pytest.mark.parametrize("content", [b"garbage", b"SQLite format 3\1" + bytes(100)])
+def test_a_database_with_garbage_in_its_header_is_named_before_anything_is_started(content, pilot, capsys):
+    (pilot / "server" / "superlink.db").write_bytes(content)
+    assert main(["server", "start", str(pilot)]) == 2
+    assert "superlink.db: expected Flower's database, found a damaged or another file" in (
+        stderr := capsys.readouterr().err
+    )
+    assert f"fedveil members sync {pilot}" in stderr
+    server.resolve_server(pilot, state=pilot / "elsewhere")  # none is there
 
 
 def test_the_app_process_is_told_where_the_key_and_the_signers_are(pilot, monkeypatch, capsys):

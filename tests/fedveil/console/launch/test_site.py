@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -171,6 +172,15 @@ def test_an_empty_file_is_no_rows(kit, capsys):
     assert f"--data: expected examples, found an empty file at {empty}" in capsys.readouterr().err
 
 
+def test_a_folder_of_examples_that_cannot_be_read_is_not_called_empty(kit, capsys, monkeypatch, tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: False if str(path) == str(closed) else real(path, mode))
+    assert start(kit, "--data", str(closed)) == 2
+    assert f"--data: expected examples that this user can read, found {closed}" in capsys.readouterr().err
+
+
 def test_without_kit_the_missing_options_and_a_kit_at_hand_are_named(kit, capsys, monkeypatch):
     monkeypatch.chdir(kit)
     assert main(["site", "start", "--name", "north"]) == 2
@@ -184,7 +194,7 @@ def test_without_kit_the_missing_options_and_a_kit_at_hand_are_named(kit, capsys
         ('site = "../x"', "site.toml: site: "),
         ("poll-seconds = 0", "site.toml: poll-seconds: "),
         ('more = "x"', "site.toml: more: "),
-        ("[", "--kit: expected a readable site.toml in .*, found none .* run this in its folder or name the folder"),
+        ("[", "site.toml: expected TOML, found an error: .* correct that line"),
     ],
 )
 def test_a_kit_that_was_changed_is_refused_by_key(kit, capsys, line, reason):

@@ -99,7 +99,9 @@ def test_of_two_operator_commands_at_once_the_second_waits_and_undoes_nothing(pi
     assert Port(registry_folder(pilot), control).operator(login(pilot))[2] == "this operator's token is revoked"
 
 
-@pytest.mark.parametrize("command", [["add", "ben", "--role", "read", "--out", "OUT"], ["revoke", "owner"]])
+@pytest.mark.parametrize(
+    "command", [["add", "ben", "--role", "read", "--out", "OUT"], ["revoke", "owner", "--last-admin"]]
+)
 def test_every_command_that_changes_the_operators_locks_them_and_not_the_sites(pilot, monkeypatch, tmp_path, command):
     locked = []
     monkeypatch.setattr(command_lock, "_lock", lambda descriptor, file, name: locked.append((file.name, name)))
@@ -107,6 +109,21 @@ def test_every_command_that_changes_the_operators_locks_them_and_not_the_sites(p
     assert main(["operators", action, str(pilot), *rest]) == 0
     assert main(["operators", "list", str(pilot)]) in (0, 1)
     assert locked == [(".operators.lock", "operators")]
+
+
+def test_the_last_admin_is_revoked_only_on_purpose(pilot, capsys):
+    registry = kept.OperatorRegistry(registry_folder(pilot))
+    registry.add("ben", "admin", 1, False, datetime.now(UTC) - timedelta(days=2))  # its token has expired
+    registry.add("eva", "submit", 9, False)
+    before = (registry_folder(pilot) / "operators.json").read_bytes()
+    assert main(["operators", "revoke", str(pilot), "owner"]) == 2
+    assert "owner is the last operator with the role admin; add another first" in capsys.readouterr().err
+    assert (registry_folder(pilot) / "operators.json").read_bytes() == before
+    assert main(["operators", "revoke", str(pilot), "eva"]) == 0
+    assert main(["operators", "revoke", str(pilot), "owner", "--last-admin"]) == 0
+    kept.OperatorRegistry(registry_folder(pilot)).add("ann", "admin", 9, False)
+    kept.OperatorRegistry(registry_folder(pilot)).add("tom", "admin", 9, False)
+    assert main(["operators", "revoke", str(pilot), "ann"]) == 0
 
 
 def test_an_operator_who_may_start_no_run_leaves_the_instruction_key_alone(pilot, tmp_path, capsys):

@@ -9,6 +9,7 @@ import re
 import stat
 import subprocess
 import tarfile
+import tomllib
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedveil.client_app.policy.site_policy import SitePolicy
 from fedveil.client_app.secure_round import read_key
+from fedveil.console.flower.flwr_cli import FlowerCli
 from fedveil.console.flower.instruction_key_files import keys_fingerprint
+from fedveil.console.flower.processes import LaunchError
 from fedveil.console.main import main
-from fedveil.console.provisioning import enrollment
+from fedveil.console.provisioning import enrollment, startup_kit
 from fedveil.console.provisioning.federation_folder import SiteRegistry, parse_federation
 from fedveil.errors import ConfigError
 from fedveil.federation.message_signatures.key_files import InstructionKeys
@@ -418,7 +421,7 @@ def test_what_a_missing_federation_is_told_is_one(tmp_path):
         ('name = "p"\nserver = ["h x"]\nsites = ["a"]', "server.0: String should match"),
         ('name = "p"\nserver = ["h"]\nsites = ["a"]\nport = 1', "port: Extra inputs .* known keys:"),
         ('name = "p"\nserver = ["h"]\nsites = ["a"]\nimage = "x; rm -rf"', "image: String should match"),
-        ("name = p", "expected a federation.toml, found none"),
+        ("name = p", "expected TOML, found an error: Invalid value .at line 1"),
     ],
 )
 def test_a_bad_federation_is_refused_and_leaves_nothing(text, reason, tmp_path):
@@ -446,7 +449,7 @@ def test_the_control_port_is_where_the_operators_commands_ask(federation):
 
 def test_a_site_is_added_with_its_kit_and_registered_like_the_others(federation, capsys):
     assert main(["members", "add", str(federation), "west"]) == 0
-    assert f"fedveil members register {federation} request.json" in capsys.readouterr().out
+    assert f"fedveil members register {federation} request.json --fingerprint SHA256:..." in capsys.readouterr().out
     assert SiteRegistry(federation).federation.sites == ["north", "south", "west"]
     kit, fingerprint = enrolled(federation, capsys, "west")
     assert (kit / "ca.crt").read_bytes() == (federation / "ca" / "ca.crt").read_bytes()
@@ -568,3 +571,62 @@ def test_a_site_with_the_keys_of_before_a_renewal_registers_after_it_has_the_new
     assert "or is older than the keys" in capsys.readouterr().err
     kit, fingerprint = enrolled(federation, capsys, "north", "--renew")
     assert register(federation, kit, fingerprint) == 0
+
+
+def names_of(certificate: Path) -> list[str]:
+    """The names in a certificate, as a client compares them."""
+    found = x509.load_pem_x509_certificate(certificate.read_bytes()).extensions
+    names = found.get_extension_for_class(x509.SubjectAlternativeName).value
+    return [str(name.value) for name in names]
+
+
+def test_a_renamed_server_has_a_certificate_for_both_names_and_kits_with_the_new_one(federation, capsys):
+    old = json.loads((federation / "registry" / "members.json").read_text())["federation"]["server"]
+    capsys.readouterr()
+    assert main(["server", "rename", str(federation), "new.example.org", "10.9.8.7"]) == 0
+    said = capsys.readouterr().out
+    assert "kits written again with new.example.org:" in said
+    assert "*/site.toml" in said
+    about = json.loads((federation / "registry" / "members.json").read_text())["federation"]
+    assert about["server"] == ["new.example.org", "10.9.8.7", *old]
+    assert {"new.example.org", "10.9.8.7", *old} <= set(names_of(federation / "server" / "server.pem"))
+    kit = sorted((federation / "kits").iterdir())[0]
+    assert startup_kit.address_in_kit(kit) == f"new.example.org:{about['fleet-port']}"
+    assert main(["members", "address", str(federation)]) == 0
+    assert f"its kit {kit} has this address" in capsys.readouterr().out
+    assert main(["server", "rename", str(federation), "last.example.org", "--only"]) == 0
+    assert "new.example.org" not in names_of(federation / "server" / "server.pem")
+    kit.write_bytes(b"no archive")
+    assert main(["members", "address", str(federation)]) == 0
+    assert f"has none; write it again: fedveil members kit {federation}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["https://x.org", "x.org:9092", "-x", "x y"])
+def test_a_name_that_is_none_changes_nothing(name, federation, capsys):
+    files = {file: file.read_bytes() for file in federation.rglob("*") if file.is_file() and file.name != ".lock"}
+    assert main(["server", "rename", str(federation), "--", name]) == 2
+    assert "NAME: expected host names" in capsys.readouterr().err
+    assert {file: file.read_bytes() for file in files} == files
+
+
+def test_without_the_cas_key_a_rename_changes_nothing(federation, capsys):
+    (federation / "ca" / "ca.key").unlink()
+    before = (federation / "registry" / "members.json").read_bytes()
+    assert main(["server", "rename", str(federation), "new.example.org"]) == 2
+    assert "--ca-key: expected the CA's private key" in capsys.readouterr().err
+    assert (federation / "registry" / "members.json").read_bytes() == before
+
+
+def test_a_moved_folder_is_reached_by_its_own_certificate(federation):
+    moved = federation.parent / "elsewhere" / "pilot"
+    moved.parent.mkdir()
+    federation.rename(moved)
+    config = moved / "server" / "flower" / "config.toml"
+    assert str(federation / "server" / "ca.crt") in config.read_text()
+    for _ in range(2):
+        FlowerCli(moved / "server" / "flower")
+        connection = tomllib.loads(config.read_text())["superlink"]["fedveil"]
+        assert connection["root-certificates"] == str(moved / "server" / "ca.crt")
+    config.write_text("[superlink]\n")
+    with pytest.raises(LaunchError, match="expected the connection to the server at this place"):
+        FlowerCli(moved / "server" / "flower")

@@ -29,10 +29,10 @@ def lay(state: Path, run: str, days: float, rounds: tuple[int, int] | None = (0,
     """A run's folder that was last touched so long ago; `rounds`: the last one served, and of how many."""
     folder = state / run / site
     (folder / "tap").mkdir(parents=True)
-    for name in (f"turn-{0:016x}.safetensors", "secret", "tap/00000.0.north.up", ".turn-1.safetensors.7.part"):
-        (folder / name).write_bytes(b"x" * 100)
     if rounds:
         ReplayGuard(folder).count(rounds[0], rounds[1], 3)
+    for name in (f"turn-{0:016x}.safetensors", "secret", "tap/00000.0.north.up", ".turn-1.safetensors.7.part"):
+        (folder / name).write_bytes(b"x" * 100)
     age(folder, days)
     return folder
 

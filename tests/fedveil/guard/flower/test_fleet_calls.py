@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import grpc
@@ -15,9 +16,10 @@ from flwr.proto.fleet_pb2 import PullMessagesRequest, PullMessagesResponse
 from flwr.supercore.date import now
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes, sign_message
 
+from fedveil.console.doctor import checks
 from fedveil.guard import fleet_limits as limits
 from fedveil.guard import flower
-from fedveil.guard.flower import RefusalBehavior, fleet_calls
+from fedveil.guard.flower import RefusalBehavior, fleet_calls, retries
 from fedveil.guard.open_calls import OpenCalls
 
 pytestmark = pytest.mark.skipif(flower.installed_release().speaks != "gRPC", reason="that port speaks HTTP")
@@ -160,6 +162,33 @@ def test_who_names_a_key_without_signing_is_not_counted(port: Port) -> None:
     assert port.servicer.calls == 0
     stale = [(name, value if name != TIMESTAMP_HEADER else "2020-01-01T00:00:00+00:00") for name, value in signed(SITE)]
     assert port.ask(stale) == "UNAUTHENTICATED"
+
+
+@pytest.mark.parametrize(
+    ("ahead", "words"), [(7200, "7,200 s ahead of"), (10, "10 s ahead of"), (-7200, "7,200 s behind")]
+)
+def test_a_site_whose_clock_is_off_is_told_and_asks_again(port: Port, ahead: int, words: str) -> None:
+    """UNAUTHENTICATED would end its SuperNode for good, also where it is the server's clock that jumped."""
+    stamp = (now() + timedelta(seconds=ahead)).isoformat()
+    about = {
+        PUBLIC_KEY_HEADER: pem(SITE),
+        TIMESTAMP_HEADER: stamp,
+        SIGNATURE_HEADER: sign_message(SITE, stamp.encode()),
+    }
+    with port.channel() as channel, pytest.raises(grpc.RpcError) as error:
+        channel.unary_unary(PULL)(b"", metadata=list(about.items()), timeout=5)
+    assert error.value.code().name == "UNAVAILABLE"
+    assert error.value.details().startswith("fedveil: the site's clock is ")
+    assert words in error.value.details()
+    assert retries.own_words(error.value) == error.value.details()
+    assert port.servicer.calls == 0
+
+
+def test_a_caller_without_a_key_learns_the_server_s_time_alone(port: Port) -> None:
+    with port.channel() as channel, pytest.raises(grpc.RpcError) as error:
+        channel.unary_unary(PULL)(b"", timeout=5)
+    shown = checks._time_in(error.value.details())
+    assert abs((shown - now()).total_seconds()) < 5
 
 
 def test_a_call_that_keeps_its_body_is_told_to_ask_again(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:

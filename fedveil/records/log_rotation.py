@@ -1,0 +1,141 @@
+"""Continue an audit log in a new file, so that it can be archived, and go on after a damaged one.
+
+    audit-log.jsonl  ->  audit-log-<first>-<last>.jsonl    the old file, byte for byte
+                         audit-log.jsonl                   {"event": "continued", "n": <last + 1>,
+                                                            "previous": <last hash>, "file": ..., "sha256": ...,
+                                                            "damaged": [[6, 6]], ...}
+
+Numbers and hashes go on, so anchors of the old file stay valid, and other parties need not be told.
+
+| the old file | its end is taken from |
+|---|---|
+| whole | its last line |
+| its last line was cut off by a power cut | the line before: the writer had not gone on, so no anchor exists |
+| damaged elsewhere | its last line; the damaged lines are recorded |
+| its last line is complete and damaged, or the file is lost | an anchor that another party holds, which must be given |
+
+A process that dies in between leaves the log as it was, or continued: the new file replaces the old name in one step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+
+from fedveil.errors import StateError
+from fedveil.records import audit_log
+from fedveil.records.atomic_files import link_atomic, write_atomic
+from fedveil.records.audit_log import LogHead
+
+__all__ = ["rotate_log"]
+
+_ASK = "fedveil log anchor OTHER --site NAME prints it at the server, then fedveil log rotate FILE --after LINES:HASH"
+_MOST_PARTS = 1000  # damaged parts that are listed; more are listed as one
+
+
+def rotate_log(file: Path, after: LogHead | None = None) -> tuple[Path | None, LogHead]:
+    """Continue the log in a new file and return the old file, None if it is lost, and the new head.
+
+    Args:
+        after: the last anchor that another party holds; required if the end of the old file cannot be known from it.
+
+    Raises:
+        StateError: the log is empty, its end is unknown, `after` contradicts it, or a file cannot be written.
+    """
+    try:
+        with audit_log.locked_log(file) as log:
+            data_end = log.seek(0, 2)
+            if not data_end and after is None:
+                raise StateError(
+                    f"{file}: expected an audit log, found an empty or missing one; if it was lost, give the last "
+                    f"anchor that another party holds: {_ASK}"
+                )
+            first = _first(file)
+            end, damaged = _end(file, first, after) if data_end else (after or LogHead(), [])
+            old = file.with_name(f"{file.stem}-{first}-{end.lines - 1}{file.suffix}") if data_end else None
+            about: dict[str, object] = {"damaged": damaged}
+            if old is not None:
+                torn = len(_torn(file))
+                about |= {"file": old.name, "bytes": data_end, "torn": torn, "sha256": audit_log.sha256_of(file)}
+                _keep(file, old)
+            line, head = audit_log.continued_line(end, about | _clock(file))
+            write_atomic(file, line)
+    except OSError as error:
+        raise StateError(f"{file}: cannot continue the audit log: {error}; fix that first") from error
+    return old, head
+
+
+def _first(file: Path) -> int:
+    """Return the number of the file's first line, even if that line is damaged; 0 if no line is whole."""
+    with file.open("rb") as log:
+        for place, line in enumerate(log):
+            if audit_log.is_whole(line):
+                return max(0, int(json.loads(line)["n"]) - place)
+    return 0
+
+
+def _end(file: Path, first: int, after: LogHead | None) -> tuple[LogHead, list[list[int]]]:
+    """Return the end of a file that is not empty, and its damaged parts."""
+    numbers, last = set(), LogHead()
+    for record in audit_log.whole_lines(file):
+        if record["n"] >= first:
+            numbers.add(int(record["n"]))
+            last = max(last, LogHead(record["n"] + 1, record["hash"]), key=lambda head: head.lines)
+    end = after or last
+    if after is None and (not numbers or not _ends_whole(file)):
+        said = f" (its last whole line gives {last})" if numbers else ""
+        raise StateError(
+            f"{file}: expected a last line whose hash is right, found a damaged one{said}; give the last anchor that "
+            f"another party holds: {_ASK}"
+        )
+    if end.lines < last.lines or (end.lines == last.lines and end != last):
+        raise StateError(
+            f"--after: expected an anchor at or after the last whole line, {last}, found {end}; give the latest one"
+        )
+    return end, _parts(set(range(first, last.lines)) - numbers, last.lines, end.lines)
+
+
+def _ends_whole(file: Path) -> bool:
+    """Return whether the last complete line is whole; a torn line after it was never shown to anybody."""
+    with file.open("rb") as log:
+        last = b""
+        for line in log:
+            last = line if line.endswith(b"\n") else last
+    return audit_log.is_whole(last)
+
+
+def _torn(file: Path) -> bytes:
+    """Return what follows the last complete line."""
+    with file.open("rb") as log:
+        last = next(iter(deque(log, maxlen=1)), b"")
+    return b"" if last.endswith(b"\n") else last
+
+
+def _parts(missing: Iterable[int], last: int, end: int) -> list[list[int]]:
+    """Return first and last number of each run of missing lines, and of the lines from `last` up to `end`."""
+    parts: list[list[int]] = []
+    for number in sorted(missing):
+        if parts and parts[-1][1] == number - 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    parts += [[last, end - 1]] if end > last else []
+    return parts if len(parts) <= _MOST_PARTS else [[parts[0][0], parts[-1][1]]]
+
+
+def _keep(file: Path, old: Path) -> None:
+    """Give the old file its new name. A second name that a killed rotation left is replaced."""
+    if old.exists() and not old.samefile(file) and old.read_bytes() != file.read_bytes():
+        raise StateError(f"{old}: expected no other file of this name, found one; move it away and keep it")
+    link_atomic(file, old)
+
+
+def _clock(file: Path) -> dict[str, object]:
+    """Return the program's clock of the last whole line, which a control log needs after a restart."""
+    clock: dict[str, object] = {}
+    for record in audit_log.whole_lines(file):
+        if "clock" in record:
+            clock = {"clock": record["clock"]}
+    return clock
