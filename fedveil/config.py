@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -80,7 +81,7 @@ def config_key(name: str) -> str:
 
 
 def parse_class_names(text: str) -> tuple[str, ...]:
-    """Return the names in a line of comma-separated values, stripped; () for an empty line.
+    """Return the names in a line of comma-separated values, or in a list of JSON; stripped; () for an empty line.
 
     Raises:
         ValueError: an empty, repeated, too long or unprintable name, too many names, or quotes that do not close.
@@ -90,9 +91,16 @@ def parse_class_names(text: str) -> tuple[str, ...]:
     if not text.isprintable():
         raise ValueError("expected printable names on one line, separated by commas")
     try:
-        names = [name.strip() for name in next(csv.reader([text], skipinitialspace=True, strict=True))]
+        listed = json.loads(text) if text.lstrip().startswith("[") else None
+    except (ValueError, RecursionError):
+        listed = None  # a name may begin with a bracket
+    try:
+        given = listed if _are_texts(listed) else next(csv.reader([text], skipinitialspace=True, strict=True))
     except csv.Error as error:
         raise ValueError(f"expected names separated by commas ({error})") from None
+    names = [str(name).strip() for name in given]
+    if not all(map(str.isprintable, names)):
+        raise ValueError("expected printable names")
     if not all(names) or len(set(names)) < len(names):
         raise ValueError("expected names separated by commas, none of them empty or repeated")
     if len(names) > _MOST_CLASSES or max(map(len, names)) > _LONGEST_CLASS_NAME:
@@ -101,6 +109,10 @@ def parse_class_names(text: str) -> tuple[str, ...]:
             f"{len(names):,}, the longest of {max(map(len, names)):,}"
         )
     return tuple(names)
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
 
 
 def parse_source_template(text: str) -> tuple[tuple[str, str], ...]:
@@ -219,6 +231,11 @@ class TaskConfig(ConfigSection):
         "",
         description='text tasks: a source from several columns, "{title}\\n{abstract}"; empty = source-column alone',
     )
+    messages_column: str = Field(
+        "",
+        description="text-generation: column of whole conversations, as OpenAI or ShareGPT write them, in place of "
+        "source and target; empty = none",
+    )
     target_column: str = Field("ref", description="target column: a text, a class, a caption")
     image_column: str = Field("image", description="image column: bytes, or paths relative to the file")
     choices_column: str = Field("", description="vision-language: column of a question's choices; empty = none")
@@ -240,8 +257,8 @@ class TaskConfig(ConfigSection):
     class_names: str = Field(
         "",
         max_length=1_000_000,
-        description='classification: names of all classes, by number, separated by commas ("a, b" for one with a '
-        "comma); needed where labels are names; empty = labels are integers, or names of the model",
+        description='classification: names of all classes, by number, separated by commas, or as a list ["a, b", "c"] '
+        "for names with commas; needed where labels are names; empty = labels are integers, or names of the model",
     )
     multi_label: bool = Field(False, description="text-classification: a text has any number of classes, also none")
     label_separator: str = Field(
@@ -283,6 +300,12 @@ class TaskConfig(ConfigSection):
         if text:
             parse_source_template(text)
         return text
+
+    @field_validator("class_names", mode="before")
+    @classmethod
+    def _from_list(cls, value: object) -> object:
+        """Return a list, as a TOML file may have it, as the text of a list: Flower's run config has no lists."""
+        return json.dumps(value, ensure_ascii=False) if _are_texts(value) else value
 
     @field_validator("class_names")
     @classmethod

@@ -74,7 +74,11 @@ def prepare_strategy(
     """Return the run's strategy with its initial weights. Contacts no node. Raises ConfigError, TaskError."""
     config, method = plan.config, plan.method
     evaluator = ServerEvaluator.from_config(plan.load_server_task(), config)
-    folder.config(config, method, count_adapter_weights(plan.task))
+    counted = count_adapter_weights(plan.task)
+    if counted:
+        share = 100 * int(str(counted["weights"])) / max(1, int(str(counted["of"])))
+        log(INFO, "%s: %s of %s weights are trained (%.2f %%)", *counted.values(), share)
+    folder.config(config, method, counted)
     opened = sinks.open_sinks(sinks.SinkRunInfo(folder.folder, folder.id, config, folder.resumed))
     epsilon = make_epsilon_sink(plan.guarantee, config, folder.folder / "metrics.jsonl")
     folder.outlets = MetricsDispatcher(opened, epsilon)

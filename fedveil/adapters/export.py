@@ -15,8 +15,10 @@ No file is a pickle. PEFT's files have the same names as those written by its ow
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from typing import Any
 from torch import Tensor
 
 from fedveil.contract.adapter import Adapter, AttachedModel
+from fedveil.errors import StateError
+from fedveil.sanitize import sanitize
 
 CONFIG, WEIGHTS = "adapter.json", "adapter.safetensors"  # FedVeil's own format
 PEFT_WEIGHTS = "adapter_model.safetensors"
@@ -66,6 +70,37 @@ def target_modules(model: Any, chosen: Collection[str]) -> list[str]:
         if name not in chosen and name.rpartition(".")[2] in last and not name.startswith(within):
             return sorted(chosen)
     return sorted(last)
+
+
+def require_loadable(folder: Path, attached: AttachedModel) -> None:
+    """Load an adapter's files as a user will, by PEFT, onto the same model without weights; own models pass.
+
+    Raises:
+        StateError: PEFT does not load them, or not all of their tensors.
+    """
+    import torch
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+    model = attached.model
+    if not isinstance(model, PreTrainedModel):
+        return
+    try:
+        with torch.device("meta"):
+            plain = type(model)(copy.deepcopy(model.config))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT's about transformers, and about tensors, which the result has
+            loaded = PeftModel.from_pretrained(plain, str(folder), torch_device="cpu", low_cpu_mem_usage=True)
+            result = loaded.load_adapter(str(folder), "default", torch_device="cpu", low_cpu_mem_usage=True)
+        absent, others = len(result.missing_keys), len(result.unexpected_keys)
+        problem = f"{absent} tensors that it lacks and {others} that it does not know" if absent or others else ""
+    except Exception as error:  # the library raises ValueError, RuntimeError, KeyError, ...
+        problem = f"{type(error).__name__}: {sanitize(error, 300)}"
+    if problem:
+        raise StateError(
+            f"{folder}: expected an adapter that PEFT loads, found {problem}; the run's checkpoint has its weights; "
+            "choose other layers by adapter.targets for another run"
+        )
 
 
 def write_generation(folder: Path, attached: AttachedModel) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fedveil.adapters import low_rank_pairs
+from fedveil.adapters import expert_layers, low_rank_pairs
 from fedveil.adapters.low_rank_pairs import LoraFields, LowRankPairsAdapter
 from fedveil.contract.param_spec import Spec, Weights
 from fedveil.errors import ConfigError
@@ -85,9 +85,12 @@ class LoraAdapter(LowRankPairsAdapter):
         from transformers.pytorch_utils import Conv1D
 
         low_rank_pairs.require_targets(model, self.targets)
+        targets: str | list[str] = self.targets
+        if expert_layers.converts_targets(model):
+            targets = list(low_rank_pairs.chosen_modules(model, self.targets))
         lora = LoraConfig(
             **replace(self._fields, dropout=self.dropout).for_peft(),
-            target_modules=self.targets,
+            target_modules=targets,
             fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),
         )
         try:
@@ -100,4 +103,5 @@ class LoraAdapter(LowRankPairsAdapter):
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
                 trained[name.removesuffix(".default.weight")] = parameter
+        expert_layers.log_unpaired(model, low_rank_pairs.target_modules(trained))
         return trained

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fedveil.adapters import export
+from fedveil.adapters import expert_layers, export
 from fedveil.contract.adapter import Adapter, AttachedModel, Mount
 from fedveil.contract.param_spec import ParamSpec, Spec, Weights
 from fedveil.errors import ConfigError
@@ -87,6 +87,7 @@ class LowRankPairsAdapter(Adapter):
         stored |= {f"base_model.model.{name}": w for name, w in self._whole_heads(attached, weights, in_heads).items()}
         export.adapter_tensors(folder / export.PEFT_WEIGHTS, stored)
         export.write_generation(folder, attached)
+        export.require_loadable(folder, attached)
 
     @torch.no_grad()
     def _whole_heads(self, attached: AttachedModel, weights: Weights, in_heads: set[str]) -> dict[str, Tensor]:
@@ -238,11 +239,19 @@ def chosen_modules(model: Any, targets: str) -> dict[str, nn.Module]:
     if targets == "all-linear":
         head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
         modules = {name: m for name, m in model.named_modules() if isinstance(m, linear) and m is not head}
+        experts = expert_layers.find_expert_layers(model, modules)
+        modules = {name: m for name, m in modules.items() if name not in experts}
     else:
         modules = {name: m for name, m in model.named_modules() if re.fullmatch(targets, name)}
     other = [name for name, m in modules.items() if not isinstance(m, linear)]
     if other or not modules:
         raise explain_unfit(targets, f"{other[0]} is not a linear layer" if other else "no module name matches")
+    if experts := sorted(expert_layers.find_expert_layers(model, modules)):
+        known = sorted({name.rpartition(".")[2] for name in chosen_modules(model, "all-linear")})
+        raise ConfigError(
+            f"adapter.targets: expected layers outside of the experts, found {experts[0]}, a name that PEFT reads as "
+            f"that of experts in this base, so that it could not load the adapter; choose among {', '.join(known)}"
+        )
     return modules
 
 

@@ -86,12 +86,14 @@ _Batch = TypeVar("_Batch", bound=ExampleBatch)
 class TokenExample:
     """One encoded example: `ids`, with the target from position `start` on.
 
+    `gaps`: ranges of positions behind `start`, in order, that are not targets: the questions between answers.
     `cut`: the part cut off by the length limit: 0 nothing, 1 the end of the source, 2 also the end of the target.
     `whole`: the number of tokens before that; 0 if it is not known.
     """
 
     ids: list[int]
     start: int
+    gaps: tuple[tuple[int, int], ...] = field(default=(), kw_only=True)
     cut: int = field(default=0, compare=False, kw_only=True)
     whole: int = field(default=0, compare=False, kw_only=True)
 
@@ -99,6 +101,14 @@ class TokenExample:
     def length(self) -> int:
         """Return the number of tokens."""
         return len(self.ids)
+
+    def targets(self, whole: bool = False) -> list[int]:
+        """Return the positions of the target tokens; if `whole`, of all tokens but the first."""
+        if whole:
+            return list(range(1, len(self.ids)))
+        starts = (max(1, self.start), *(end for _, end in self.gaps))
+        ends = (*(start for start, _ in self.gaps), len(self.ids))
+        return [at for start, end in zip(starts, ends, strict=True) for at in range(start, end)]
 
 
 @dataclass(frozen=True)
@@ -159,9 +169,9 @@ def collate_batch(
     length = width(max(len(row.ids) for row in rows))
     ids = [row.ids + [padding] * (length - len(row.ids)) for row in rows]
     mask = [[1] * len(row.ids) + [0] * (length - len(row.ids)) for row in rows]
-    starts = [1 if whole else max(1, row.start) for row in rows]
-    positions = [i * length + at - 1 for i, row in enumerate(rows) for at in range(starts[i], len(row.ids))]
-    wanted = [token for row, start in zip(rows, starts, strict=True) for token in row.ids[start:]]
+    targets = [row.targets(whole) for row in rows]
+    positions = [i * length + at - 1 for i, each in enumerate(targets) for at in each]
+    wanted = [row.ids[at] for row, each in zip(rows, targets, strict=True) for at in each]
     tokens = sum(len(row.ids) for row in rows)
     # torch would create a float tensor from an empty list.
     where, target = (torch.tensor(values, dtype=torch.int64) for values in (positions, wanted))

@@ -64,11 +64,11 @@ def collate_packed(
     for i, sequence in enumerate(sequences):
         at = 0
         for row in sequence:
-            start, end = 1 if whole else max(1, row.start), at + row.length
+            end, targets = at + row.length, row.targets(whole)
             ids[i, at:end], mask[i, at:end] = torch.tensor(row.ids), 1
             places[i, at:end] = torch.arange(row.length)
-            positions.extend(range(i * length + at + start - 1, i * length + end - 1))
-            wanted.extend(row.ids[start:])
+            positions.extend(i * length + at + target - 1 for target in targets)
+            wanted.extend(row.ids[target] for target in targets)
             at = end
     # torch would create a float tensor from an empty list.
     where, target = (torch.tensor(values, dtype=torch.int64) for values in (positions, wanted))

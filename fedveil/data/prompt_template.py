@@ -17,22 +17,22 @@ and asked with another. A template may trim the texts; one that changes them in 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fedveil.data.tokenization import MarkedText
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, TaskError
 from fedveil.sanitize import sanitize
 
 SEPARATOR = "\n"
 _MOST = 1 << 16  # characters of a template, and of its output
 _SOURCE, _TARGET = 'fedVeil0 \n\n <source> & "it\'s"', 'fedVeil0 \n\n <target> & "it\'s"'
-_LEFT, _RIGHT = "\n\t ", " \t\n"  # around a text, to see what a template trims
-_TRIMS: tuple[str | None, ...] = ("", "\n", None)  # characters that templates trim; None: all blanks
+LEFT, RIGHT = "\n\t ", " \t\n"  # around a text, to see what a template trims
+TRIMS: tuple[str | None, ...] = ("", "\n", None)  # characters that templates trim; None: all blanks
 _NEXT = "fedVeil0next"
 
-Refusal = Callable[[str, str], ConfigError]
+Refusal = Callable[[str, str], ConfigError | TaskError]
 
 
 @dataclass(frozen=True)
@@ -118,29 +118,23 @@ def frame_of(
     if (length := len(str(processor.chat_template))) > _MOST:
         raise refusal(f"a chat template of at most {_MOST} characters", f"{length}")
 
-    def render(*texts: str, asks: bool = False) -> str:
+    def messages(texts: Sequence[str]) -> list[Mapping[str, Any]]:
         roles = ("user", "assistant", "user")
-        messages = [
+        return [
             {"role": role, "content": content(text, i == 0)}
             for i, (role, text) in enumerate(zip(roles, texts, strict=False))
         ]
-        text = str(processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks))
-        if len(text) > _MOST:
-            raise refusal(f"a chat template that renders at most {_MOST} characters", f"{len(text)}")
-        return text
+
+    def render(*texts: str) -> str:
+        return _render(processor, messages(texts), False, refusal)
 
     def checked(expected: str, *texts: str, asks: bool = False) -> str:
-        try:
-            return render(*texts, asks=asks)
-        except ConfigError:
-            raise
-        except Exception as error:  # an untrusted template may raise any error
-            raise refusal(expected, sanitize(error, 200)) from None
+        return render_messages(processor, messages(texts), asks, expected, refusal)
 
     whole = checked("a chat template for a message and its answer", _SOURCE, _TARGET)
     before, between, after = _parts(whole, refusal)
     prompt = checked("a chat template for a message that is to be answered", _SOURCE, asks=True)
-    padded = checked("a chat template for texts with blanks", f"{_LEFT}{_SOURCE}{_RIGHT}", f"{_LEFT}{_TARGET}{_RIGHT}")
+    padded = checked("a chat template for texts with blanks", f"{LEFT}{_SOURCE}{RIGHT}", f"{LEFT}{_TARGET}{RIGHT}")
     shared = f"{before}{_SOURCE}"
     if not (whole.startswith(prompt) and prompt.startswith(shared) and len(prompt) <= len(shared + between)):
         raise refusal(
@@ -149,14 +143,36 @@ def frame_of(
         )
     trims = _trims((before, between, after), padded, refusal)
     gap = prompt[len(shared) :]
-    tail, stop = _turn_end(after, tokenizer)
+    tail, stop = find_turn_end(after, tokenizer)
     if stop is None:
         stop = _next_turn(render, tokenizer, stops)
         return PromptFrame([], before, gap, between[len(gap) :], after.rstrip(), [stop], stop, trims)
     return PromptFrame([], before, gap, between[len(gap) :], tail, [], stop, trims)
 
 
-def _turn_end(after: str, tokenizer: Any) -> tuple[str, int | None]:
+def render_messages(
+    processor: Any, messages: Sequence[Mapping[str, Any]], asks: bool, expected: str, refusal: Refusal
+) -> str:
+    """Return the chat template's rendering of messages, with a prompt for an answer if `asks`.
+
+    Raises the error of `refusal`, with what was `expected`, if the template raises any error or renders too much.
+    """
+    try:
+        return _render(processor, messages, asks, refusal)
+    except (ConfigError, TaskError):
+        raise
+    except Exception as error:  # an untrusted template may raise any error
+        raise refusal(expected, sanitize(error, 200)) from None
+
+
+def _render(processor: Any, messages: Sequence[Mapping[str, Any]], asks: bool, refusal: Refusal) -> str:
+    text = str(processor.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=asks))
+    if len(text) > _MOST:
+        raise refusal(f"a chat template that renders at most {_MOST} characters", f"{len(text)}")
+    return text
+
+
+def find_turn_end(after: str, tokenizer: Any) -> tuple[str, int | None]:
     """Return the text behind the target up to the first added token, and this token; all of it and None without one."""
     found = []
     for token, added in tokenizer.added_tokens_decoder.items():
@@ -172,11 +188,11 @@ def _next_turn(render: Callable[..., str], tokenizer: Any, stops: Collection[int
     """Return the token that begins the user's next message if the base stops there, else the tokenizer's end token."""
     try:
         _, _, behind = render(_SOURCE, _TARGET, _NEXT).partition(_TARGET)
-    except ConfigError:
+    except (ConfigError, TaskError):
         raise
     except Exception:  # a template may allow a single exchange
         behind = ""
-    _, token = _turn_end(behind.partition(_NEXT)[0], tokenizer)
+    _, token = find_turn_end(behind.partition(_NEXT)[0], tokenizer)
     return token if token is not None and token in stops else int(tokenizer.eos_token_id)
 
 
@@ -192,9 +208,9 @@ def _parts(text: str, refusal: Refusal) -> tuple[str, str, str]:
 
 def _trims(plain: tuple[str, str, str], padded: str, refusal: Refusal) -> tuple[str | None, ...]:
     """Return the characters that the template trims around the texts. Raises ConfigError if it does more than that."""
-    for trims in itertools.product(_TRIMS, repeat=4):
-        left, right = _LEFT.lstrip(trims[0]), _RIGHT.rstrip(trims[1])
-        other_left, other_right = _LEFT.lstrip(trims[2]), _RIGHT.rstrip(trims[3])
+    for trims in itertools.product(TRIMS, repeat=4):
+        left, right = LEFT.lstrip(trims[0]), RIGHT.rstrip(trims[1])
+        other_left, other_right = LEFT.lstrip(trims[2]), RIGHT.rstrip(trims[3])
         parts = (plain[0] + left, right + plain[1] + other_left, other_right + plain[2])
         if parts == _parts(padded, refusal):
             return trims

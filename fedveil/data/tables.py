@@ -45,6 +45,7 @@ _TABULAR = {*SUFFIXES, ".arrow", ".feather", ".xlsx", ".xls"}
 _MOST_NAMES = 8  # of files, in a message
 log = logging.getLogger("fedveil.data")
 _PARSED = 10_000  # rows of a text file that are added to the table together
+_CONVERSATIONS = ("messages", "conversations")  # usual names of their column
 _KINDS = {str: "texts", bool: "true or false", int: "numbers", float: "numbers", list: "lists", dict: "objects"}
 _AT_ONCE = 256  # rows that are Python objects at a time: few, because they may be images
 
@@ -272,9 +273,11 @@ def require_columns(columns: tuple[str, ...], names: Sequence[str], file: Path) 
     """Raise TaskError if one of `columns` is not among the column names of `file`."""
     for column in columns:
         if column not in names:
+            talks = next((name for name in _CONVERSATIONS if name in names and name not in columns), "")
             raise TaskError(
                 f'task.data: expected column "{column}" in "{file}", found {describe_columns(file, names)}; '
                 f"set task.source-column and task.target-column to columns of the file"
+                + (f', or task.messages-column = "{talks}" if it holds whole conversations' if talks else "")
             )
 
 

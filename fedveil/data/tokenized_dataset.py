@@ -16,6 +16,7 @@ from fedveil.data.batches import TokenExample
 Part = Mapping[str, np.ndarray]
 KINDS: Mapping[str, str] = {
     "ids": "<i4", "lengths": "<i4", "starts": "<i4", "cuts": "<i4", "wholes": "<i4", "numbers": "<i8",
+    "gaps": "<i4", "gap_counts": "<i4",
 }  # fmt: skip
 
 
@@ -25,9 +26,8 @@ class TokenizedDataset(Sequence[TokenExample]):
 
     Args:
         arrays: arrays by the names of KINDS: the concatenated tokens of all examples and, for each example, its number
-            of
-        tokens, the start of its target, its `cut`, its number of tokens before it was cut, and the row of the file
-            that it was read from (0 if none).
+            of tokens, the start of its target, its `cut`, its number of tokens before it was cut, the row of the file
+            that it was read from (0 if none), and its number of gaps; "gaps" has the starts and ends of all gaps.
     """
 
     def __init__(self, arrays: Part) -> None:
@@ -37,6 +37,8 @@ class TokenizedDataset(Sequence[TokenExample]):
         self.wholes: Int32[np.ndarray, " rows"] = arrays["wholes"]
         self.numbers: Int64[np.ndarray, " rows"] = arrays["numbers"]
         self.lengths: Int32[np.ndarray, " rows"] = arrays["lengths"]
+        self._gaps: Int32[np.ndarray, " bounds"] = arrays["gaps"]
+        self._gap_ends: Int64[np.ndarray, " rows"] = np.cumsum(arrays["gap_counts"], dtype=np.int64)
         self._ends: Int64[np.ndarray, " rows"] = np.cumsum(arrays["lengths"], dtype=np.int64)
 
     @override
@@ -52,10 +54,12 @@ class TokenizedDataset(Sequence[TokenExample]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         at = range(len(self))[operator.index(index)]
-        first = int(self._ends[at - 1]) if at else 0
+        first, gap = (int(self._ends[at - 1]), int(self._gap_ends[at - 1])) if at else (0, 0)
+        bounds: list[int] = self._gaps[2 * gap : 2 * int(self._gap_ends[at])].tolist() if len(self._gaps) else []
         return TokenExample(
             self._ids[first : int(self._ends[at])].tolist(),
             int(self._starts[at]),
+            gaps=tuple(zip(bounds[::2], bounds[1::2], strict=True)),
             cut=int(self.cuts[at]),
             whole=int(self.wholes[at]),
         )
@@ -72,6 +76,8 @@ def slice_part(rows: Sequence[TokenExample], numbers: Sequence[int]) -> Part:
         "cuts": np.array([row.cut for row in rows], np.int32),
         "wholes": np.array([row.whole or len(row.ids) for row in rows], np.int32),
         "numbers": np.array(numbers, np.int64),
+        "gaps": np.array([bound for row in rows for gap in row.gaps for bound in gap], np.int32),
+        "gap_counts": np.array([len(row.gaps) for row in rows], np.int32),
     }
 
 

@@ -47,7 +47,7 @@ def read_digests(file: Path) -> list[str] | None:
             if other := paths.find_other_writer(file, os.fstat(stream.fileno())):
                 raise ConfigError(f"{file}: expected digests that only this user can change, but {other}")
             data = stream.read(_MOST_BYTES + 1)
-        content = tomllib.loads(data.decode()) if len(data) <= _MOST_BYTES else {}
+        content = tomllib.loads(data.decode("utf-8-sig")) if len(data) <= _MOST_BYTES else {}
         digests = content.get("digests")
         if set(content) != {"digests"} or type(digests) is not list:
             raise ValueError(f"expected only the key digests, in at most {_MOST_BYTES} bytes")

@@ -1,8 +1,10 @@
 """Text generation: a causal language model learns to continue a source with its target.
 
-An example is `source + "\\n" + target + end`, or both in the base's chat template (task.chat-template). Its text is
-tokenized whole (see `tokenization`), and it has at most as many tokens as `token_limits` says: the source is cut at its
-end first, then the target, and the log reports how many were cut. The code shared with other tasks is in `causal_lm`.
+An example is `source + "\\n" + target + end`, or both in the base's chat template (task.chat-template), or a
+conversation in that template, of which all answers are learned (task.messages-column). Its text is tokenized whole (see
+`tokenization`), and it has at most as many tokens as `token_limits` says: a conversation's oldest exchanges are left
+out first, then the source is cut at its end, then the target, and the log reports how many were cut. The code shared
+with other tasks is in `causal_lm`.
 """
 
 from __future__ import annotations
@@ -11,8 +13,11 @@ import dataclasses
 import itertools
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import final
 
@@ -22,7 +27,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from typing_extensions import override
 
-from fedveil.config import RunConfig
+from fedveil.config import RunConfig, TaskConfig
 from fedveil.contract.adapter import Adapter
 from fedveil.contract.param_spec import Weights
 from fedveil.contract.task import (
@@ -38,22 +43,34 @@ from fedveil.contract.task import (
 )
 from fedveil.data import batches, dataset_cache, packing, prompt_template, tables, token_limits, tokenized_dataset
 from fedveil.data.batches import TokenBatch, TokenExample
+from fedveil.data.conversation_frame import ConversationFrame, conversation_frame
+from fedveil.data.conversations import Conversation, ConversationError, EmptyTurnError, read_conversation
 from fedveil.data.row_values import describe_value, filled_text
 from fedveil.data.source_template import SourceTemplate
-from fedveil.data.tokenization import MarkedTokens
+from fedveil.data.tokenization import MarkedText, MarkedTokens
 from fedveil.data.tokenized_dataset import TokenizedDataset
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import bundled, loading
 from fedveil.models.loaded_model import LoadedModel
+from fedveil.sanitize import sanitize
 from fedveil.training import adapter_task, causal_lm, text_metrics
 from fedveil.training.scored_examples import draw_scored, draw_spread
 
-__all__ = ["TextGeneration"]
+__all__ = ["Source", "TextGeneration"]
+
+Source = str | Conversation  # what stands before a target
+
+
+def _columns(task: TaskConfig) -> tuple[str, ...]:
+    if task.messages_column:
+        return (task.messages_column,)
+    return (*SourceTemplate.from_task(task).columns, task.target_column)
+
 
 INFO = TaskInfo(
     mounts=("layers", "cache"),
-    columns=lambda task: (*SourceTemplate.from_task(task).columns, task.target_column),
-    texts=lambda task: (*SourceTemplate.from_task(task).columns, task.target_column),
+    columns=lambda task: _columns(task),
+    texts=lambda task: _columns(task),
     tiny=lambda: bundled.bundled_folder("text-generation"),
     train_keys=("loss-mask", "packing", "pad-to-multiple-of"),
     metrics=lambda task: loss_metric(task, (*text_metrics.SCORES, "exact_match")),
@@ -103,7 +120,7 @@ class TextGeneration(causal_lm.CausalTask):
         chosen = table.examples(split, share, self.config)
         if self.config.task.empty_texts == "refuse":
             return chosen
-        left = chosen.without(lambda example: None in self._filled(example))
+        left = chosen.without(self.lacks_text)
         if dropped := len(chosen) - len(left):
             log.warning(
                 'task.empty-texts = "drop": %d of %d rows of the split "%s" are left out, because their source or '
@@ -150,6 +167,8 @@ class TextGeneration(causal_lm.CausalTask):
             frame = dataclasses.asdict(self._frame)
             key = {"rows": content, "tokenizer": [print_, frame], **dataset_cache.cache_key(self.config, split, share)}
             key |= {"context": self.base.context}
+            if self.config.task.messages_column:
+                key |= {"template": str(self.base.tokenizer.chat_template)}
             cache = dataset_cache.DatasetCache(shelf, tokenized_dataset.KINDS)
             rows = TokenizedDataset(cache.find(key) or cache.put(key, parts()))
         self._require_whole(rows)
@@ -163,21 +182,49 @@ class TextGeneration(causal_lm.CausalTask):
     def _parts_of(self, examples: Examples) -> Iterator[tokenized_dataset.Part]:
         """Yield the encoded examples in parts; the next part is tokenized meanwhile."""
 
-        def tokenised(part: list[Example]) -> tuple[list[Example], list[MarkedTokens]]:
-            return part, self._conversations([self._texts(example) for example in part])
+        def tokenised(part: list[Example]) -> tuple[list[Example], list[tuple[Source, str]], list[MarkedTokens]]:
+            texts = [self.read_texts(example) for example in part]
+            return part, texts, self._conversations(texts)
 
         self._tokens, self._frame  # noqa: B018  # the base is loaded here, not in a thread
         measured = () if self.config.task.max_tokens else token_limits.spread_indices(len(examples))
-        limit = self._limit(self._conversations([self._texts(examples[i]) for i in measured]))
-        every = iter(examples)
+        limit = self._limit(self._conversations([self.read_texts(examples[i]) for i in measured]))
+        every, forms, unanswered = iter(examples), Counter[str](), 0
         batched = iter(lambda: list(itertools.islice(every, _AT_ONCE)), [])
-        for part, conversations in batches.prefetch(batched, tokenised):
-            rows = [self._row(conversation, limit) for conversation in conversations]
+        for part, texts, conversations in batches.prefetch(batched, tokenised):
+            rows = [self._fitted(*pair, each, limit) for pair, each in zip(texts, conversations, strict=True)]
+            read = [source for source, _ in texts if isinstance(source, Conversation)]
+            forms.update(source.form for source in read)
+            unanswered += sum(source.unanswered for source in read)
             yield tokenized_dataset.slice_part(rows, [example.origin.row if example.origin else 0 for example in part])
+        if forms:
+            log.warning(
+                'task.messages-column = "%s": %s; in %d of them the last turn has no answer and is left out',
+                self.config.task.messages_column,
+                " and ".join(f"{count:,} conversations in {form}'s form" for form, count in forms.items()), unanswered,
+            )  # fmt: skip
 
-    def _conversations(self, texts: Sequence[tuple[str, str]]) -> list[MarkedTokens]:
+    def _conversations(self, texts: Sequence[tuple[Source, str]]) -> list[MarkedTokens]:
         """Return the tokens of each source with its target."""
-        return self._tokens.tokenize([self._frame.conversation(*pair) for pair in texts])
+        return self._tokens.tokenize([self._marked(*pair) for pair in texts])
+
+    def _marked(self, source: Source, target: str) -> MarkedText:
+        """Return the text of a source with its target; the last three marks are those of `PromptFrame`."""
+        if isinstance(source, str):
+            return self._frame.conversation(source, target)
+        return self._conversation_frame(len(source.earlier) + 1, bool(source.system)).fill(source, target)
+
+    @cached_property
+    def _conversation_frame(self) -> Callable[[int, bool], ConversationFrame]:
+        """Return a function that returns the frame of conversations with so many answers, and a system turn or none."""
+
+        def refusal(expected: str, found: str) -> TaskError:
+            return TaskError(
+                f"task.messages-column: expected {expected} in {sanitize(self.config.task.model, 200)}, found {found}; "
+                "use another chat model, or leave such conversations out"
+            )
+
+        return cache(lambda count, system: conversation_frame(self.base.tokenizer, self._frame, count, system, refusal))
 
     def _limit(self, some: Sequence[MarkedTokens]) -> int:
         """Return the most tokens of an example: task.max-tokens, or a length that follows `some` of the examples."""
@@ -203,7 +250,7 @@ class TextGeneration(causal_lm.CausalTask):
         texts = [(source, target) for source, targets in references.items() for target in targets]
         conversations = self._conversations(texts)
         limit = self._limit(conversations)
-        rows = [self._row(conversation, limit) for conversation in conversations]
+        rows = [self._fitted(*pair, each, limit) for pair, each in zip(texts, conversations, strict=True)]
         part = tokenized_dataset.slice_part(rows, [0] * len(rows))
         scores = {"loss": self.mean_loss(self._require_whole(TokenizedDataset(part)))}
         if generate:
@@ -240,7 +287,7 @@ class TextGeneration(causal_lm.CausalTask):
         losses = torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="none")
         return (losses * counted).sum() / counted.sum()
 
-    def generate(self, weights: Weights, sources: Sequence[str]) -> list[str]:
+    def generate(self, weights: Weights, sources: Sequence[Source]) -> list[str]:
         """Return the text that the model with `weights` generates for each source: greedy, or by beam search."""
         self.show(weights)
         return self._generate(sources)
@@ -254,12 +301,43 @@ class TextGeneration(causal_lm.CausalTask):
             )
         return self.generate(weights, prompts)
 
-    def _generate(self, sources: Sequence[str]) -> list[str]:
-        prompts = self._tokens.tokenize([self._frame.prompt(source) for source in sources])
-        rows = [self._prompt(prompt, self._prompt_limit) for prompt in prompts]
+    def _generate(self, sources: Sequence[Source]) -> list[str]:
+        prompts = self._tokens.tokenize([self._prompt_text(source) for source in sources])
+        limit = self._prompt_limit
+        rows = [
+            self._prompt(self._shortened(source, prompt, self._prompt_text, limit), limit)
+            for source, prompt in zip(sources, prompts, strict=True)
+        ]
         return self._texts_of([TokenExample(ids, len(ids)) for ids in rows])
 
-    def _references(self, examples: Examples) -> dict[str, list[str]]:
+    def _prompt_text(self, source: Source) -> MarkedText:
+        if isinstance(source, str):
+            return self._frame.prompt(source)
+        whole = self._marked(source, "")
+        start, end, answer = whole.marks[-3:]
+        return MarkedText(whole.text[:answer], (start, end))
+
+    def _shortened(
+        self, source: Source, tokens: MarkedTokens, text_of: Callable[[Source], MarkedText], limit: int
+    ) -> MarkedTokens:
+        """Return the tokens of a conversation without the oldest exchanges, as few of them as make it fit."""
+        if isinstance(source, str) or self._whole_length(tokens) <= limit:
+            return tokens
+
+        def without(count: int) -> MarkedTokens:
+            return self._tokens.tokenize([text_of(source.without_oldest(count))])[0]
+
+        counts = range(1, len(source.earlier))
+        least = 1 + bisect_left(counts, True, key=lambda count: self._whole_length(without(count)) <= limit)
+        return without(least) if source.earlier else tokens
+
+    def _fitted(self, source: Source, target: str, tokens: MarkedTokens, limit: int) -> TokenExample:
+        """Return the example of a source and its target, at most `limit` tokens."""
+        shorter = self._shortened(source, tokens, lambda each: self._marked(each, target), limit)
+        row = self._row(shorter, limit)
+        return row if shorter is tokens else replace(row, cut=max(1, row.cut), whole=self._whole_length(tokens))
+
+    def _references(self, examples: Examples) -> dict[Source, list[str]]:
         """Return the targets by source, for evaluate.eval-examples sources that are drawn as `draw_scored` does.
 
         A source has at most _MOST_TARGETS of its targets, or its part of evaluate.eval-examples if that is more: a
@@ -267,9 +345,9 @@ class TextGeneration(causal_lm.CausalTask):
         """
         if not examples:
             raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
-        grouped: dict[str, list[str]] = {}
+        grouped: dict[Source, list[str]] = {}
         for example in examples:
-            source, target = self._texts(example)
+            source, target = self.read_texts(example)
             grouped.setdefault(source, []).append(target)
         chosen = draw_scored(list(grouped), self.config)
         most = max(_MOST_TARGETS, self.config.evaluate.eval_examples // len(chosen))
@@ -284,13 +362,29 @@ class TextGeneration(causal_lm.CausalTask):
     def _source(self) -> SourceTemplate:
         return SourceTemplate.from_task(self.config.task)
 
+    def lacks_text(self, example: Example) -> bool:
+        """Return whether a row lacks its source, its target, or a turn's text."""
+        if not (column := self.config.task.messages_column):
+            return None in self._filled(example)
+        try:
+            read_conversation(example.values.get(column))
+        except EmptyTurnError:
+            return True
+        except ConversationError:  # which is refused
+            return False
+        return False
+
     def _filled(self, example: Example) -> tuple[str | None, str | None]:
         """Return (source, target) of a row, None for each that it lacks."""
         task = self.config.task
         return self._source.fill(example.values), filled_text(example.values.get(task.target_column))
 
-    def _texts(self, example: Example) -> tuple[str, str]:
-        """Return (source, target) of a row. Raises TaskError naming the columns that have no text."""
+    def read_texts(self, example: Example) -> tuple[Source, str]:
+        """Return (source, target) of a row. Raises TaskError naming the columns that have no text, or the turn that a
+        run cannot read.
+        """
+        if self.config.task.messages_column:
+            return self._read_conversation(example)
         task, (source, target) = self.config.task, self._filled(example)
         if source is not None and target is not None:
             return source, target
@@ -302,6 +396,22 @@ class TextGeneration(causal_lm.CausalTask):
             'row, or set task.empty-texts = "drop" to leave out all rows without a text'
         )
 
+    def _read_conversation(self, example: Example) -> tuple[Conversation, str]:
+        column = self.config.task.messages_column
+        try:
+            source, target = read_conversation(example.values.get(column))
+        except ConversationError as error:
+            drop = ', or set task.empty-texts = "drop" to leave out all rows without a text'
+            raise TaskError(
+                f'task.data: column "{column}" of {example.where}: {error}; correct or drop the row'
+                f"{drop if isinstance(error, EmptyTurnError) else ''}"
+            ) from None
+        try:  # here, where the row is known
+            self._conversation_frame(len(source.earlier) + 1, bool(source.system))
+        except TaskError as error:
+            raise TaskError(f"{error} ({example.where})") from None
+        return source, target
+
     def _require_whole(self, rows: TokenizedDataset) -> TokenizedDataset:
         """Log how many of the examples are too long, and return them. Raises TaskError for too many; `token_limits`."""
         given, sources = self.config.task.max_tokens, int((rows.cuts > 0).sum())
@@ -309,8 +419,9 @@ class TextGeneration(causal_lm.CausalTask):
             about = given, self.base.context, self.config.task.model
             token_limits.require_whole(sources, rows.wholes, *about)
             log.warning(
-                "task.max-tokens = %d: %s examples lose the end of their source, and %d of these also the end of their "
-                "target; %s", given, token_limits.describe_share(sources, len(rows)), int((rows.cuts > 1).sum()),
+                "task.max-tokens = %d: %s examples lose the %s of their source, and %d of these also the end of their "
+                "target; %s", given, token_limits.describe_share(sources, len(rows)),
+                "oldest turns or the end" if self.config.task.messages_column else "end", int((rows.cuts > 1).sum()),
                 token_limits.describe_remedy(rows.wholes, int(rows.lengths.max()), *about),
             )  # fmt: skip
         return rows
@@ -342,10 +453,13 @@ class TextGeneration(causal_lm.CausalTask):
     def _row(self, conversation: MarkedTokens, room: int) -> TokenExample:
         """Return the example of a conversation's tokens, at most `room` of them."""
         frame, ids = self._frame, conversation.ids
-        start, end, answers = conversation.marks
+        *earlier, start, end, answers = conversation.marks
         whole = [*ids[answers:], *frame.end]
         framing = len(frame.begin) + answers - (end - start)  # the prompt's tokens without the source's
         answer = whole[: max(1, room - framing)]
         prompt = self._prompt(MarkedTokens(ids[:answers], (start, end)), room - len(answer))
         cut = 2 if len(answer) < len(whole) else int(len(prompt) < len(frame.begin) + answers)
-        return TokenExample(prompt + answer, len(prompt), cut=cut, whole=self._whole_length(conversation))
+        bounds = [] if cut else [len(frame.begin) + mark for mark in earlier]  # a cut one is a single exchange
+        bounds.append(len(prompt))
+        gaps = tuple(zip(bounds[1::2], bounds[2::2], strict=True))
+        return TokenExample(prompt + answer, bounds[0], gaps=gaps, cut=cut, whole=self._whole_length(conversation))

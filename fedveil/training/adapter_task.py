@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
-from fedveil.config import RunConfig, TaskConfig
+from fedveil.config import RunConfig, TaskConfig, config_key
 from fedveil.contract.adapter import Adapter, AttachedModel, Mount
 from fedveil.contract.param_spec import ParamSpec, Spec, Weights
 from fedveil.contract.task import Rows, Task, TaskInfo, Watch, ignore_progress
@@ -80,6 +80,8 @@ def check_task_config(config: RunConfig, adapter: Adapter, info: TaskInfo) -> No
 
 def _check_source(task: TaskConfig, info: TaskInfo) -> None:
     """Raise ConfigError for a template that the task does not read, or one beside a column that it would not read."""
+    if task.messages_column:
+        _check_messages(task, info)
     if not task.source_template:
         return
     if not info.templates:
@@ -88,6 +90,27 @@ def _check_source(task: TaskConfig, info: TaskInfo) -> None:
         raise ConfigError(
             f'task.source-column: expected none beside task.source-template, found "{task.source_column}"; leave one '
             "of them out"
+        )
+
+
+def _check_messages(task: TaskConfig, info: TaskInfo) -> None:
+    """Raise ConfigError for a column of conversations without a chat template, or beside a column not read then."""
+    if not info.chats:
+        raise ConfigError(
+            f'task.messages-column: expected none with the task "{task.name}", found "{task.messages_column}"; leave '
+            "it out"
+        )
+    fields = type(task).model_fields
+    for name in ("source_template", "source_column", "target_column"):
+        if (value := getattr(task, name)) != fields[name].default:
+            raise ConfigError(
+                f'task.{config_key(name)}: expected none beside task.messages-column, found "{value}"; leave one of '
+                "them out"
+            )
+    if not task.chat_template:
+        raise ConfigError(
+            "task.chat-template: expected true with task.messages-column, because the base's chat template says how "
+            "the turns of a conversation are joined, found false; set it"
         )
 
 

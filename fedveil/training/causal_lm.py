@@ -95,12 +95,13 @@ class CausalTask(AdaptedTask):
             logits = self._logits(self.collate(chosen).to(self.device)).float().cpu()
             written = self._written(chosen) if generate else []
             for i, row in enumerate(chosen):
-                slices = {"target": logits[i, max(1, row.start) - 1 : len(row.ids) - 1]}
+                targets = row.targets()
+                slices = {"target": logits[i, [at - 1 for at in targets]]}
                 if image is not None:
                     slices["image"] = logits[i, [at for at, token in enumerate(row.ids) if token == image]]
                 if generate:
                     slices["generated"] = written[i][1]
-                yield ExamplePrediction(slices, torch.tensor(row.ids[max(1, row.start) :]))
+                yield ExamplePrediction(slices, torch.tensor([row.ids[at] for at in targets]))
 
     @torch.no_grad()
     def _texts_of(self, prompts: Sequence[TokenExample]) -> list[str]:
@@ -172,7 +173,8 @@ class CausalTask(AdaptedTask):
 
 
 def _prompt(row: TokenExample) -> TokenExample:
-    return replace(row, ids=row.ids[: row.start])
+    """Return what stands before the last answer of an example."""
+    return replace(row, ids=row.ids[: row.gaps[-1][1] if row.gaps else row.start], gaps=())
 
 
 def _padded(row: TokenExample, width: int, token: int) -> TokenExample:

@@ -5,6 +5,7 @@ Only the base's tokenizer and settings are loaded, from a folder or the cache, n
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -136,8 +137,11 @@ def _sort_out(task: TextTask, rows: Sequence[Example]) -> tuple[list[tuple[Examp
     others = [column for column in texts if column not in source.columns]
     kept, refused, empty = list[tuple[Example, int]](), list[str](), 0
     for example in rows:
-        lacks = any(filled_text(example.values.get(column)) is None for column in others)
-        lacks |= len(others) < len(texts) and source.fill(example.values) is None
+        if isinstance(task, TextGeneration):
+            lacks = task.lacks_text(example)
+        else:
+            lacks = any(filled_text(example.values.get(column)) is None for column in others)
+            lacks |= len(others) < len(texts) and source.fill(example.values) is None
         empty += lacks
         if lacks and task.config.task.empty_texts == "drop":
             continue
@@ -169,12 +173,18 @@ def _shown(task: TextTask, example: Example, number: int, row: Any) -> Iterator[
         yield f"  text    {_decoded(tokenizer, row.ids)}"
         yield f"  classes {', '.join(label) or 'none'}"
         return
+    if row.gaps:
+        yield f"example {number}, {example.where}: {row.length:,} tokens, of which {len(row.targets()):,} are learned"
+        bounds = [0, row.start, *(bound for gap in row.gaps for bound in gap), row.length]
+        for at, (start, end) in enumerate(itertools.pairwise(bounds)):
+            yield f"  {'answer' if at % 2 else 'prompt'}  {_decoded(tokenizer, row.ids[start:end])}"
+        return
     image = task.base.image_token
     prompt, answer = ([i for i in part if i != image] for part in (row.ids[: row.start], row.ids[row.start :]))
     yield f"example {number}, {example.where}: {row.length:,} tokens, of which {len(row.ids) - row.start:,} are learned"
     yield f"  prompt  {_decoded(tokenizer, prompt)}"
     yield f"  answer  {_decoded(tokenizer, answer)}"
-    if isinstance(task, TextGeneration) and tokenizer.chat_template:
+    if isinstance(task, TextGeneration) and tokenizer.chat_template and not task.config.task.messages_column:
         yield f"  the base's own chat template would give the prompt {_own_prompt(task, example)}"
 
 

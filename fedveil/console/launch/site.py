@@ -218,7 +218,7 @@ def require_policy(node: SiteConfig) -> None:
         return
     file = Path(node.policy)
     try:
-        tomllib.loads(file.read_text())
+        tomllib.loads(file.read_text("utf-8-sig"))
         policy = policies.policy_of_site(node)
     except (PolicyError, ValueError, RecursionError) as error:
         problem = _unknown_key(error.__cause__) or f"something else: {error}"

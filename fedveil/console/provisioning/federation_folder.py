@@ -42,6 +42,7 @@ never accepted again.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import re
 import secrets
@@ -51,7 +52,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fedveil import __version__
 from fedveil.console.flower.instruction_key_files import signers_file
@@ -64,7 +65,28 @@ from fedveil.records.atomic_files import write_atomic
 from fedveil.sanitize import sanitize
 
 SiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
-Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9.:-]{0,250}[A-Za-z0-9])?$")]
+_HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,250}[A-Za-z0-9])?")
+
+
+def _host(text: str) -> str:
+    """Return a host's name or address; one of IPv6 without brackets, in its short form. Raises ValueError."""
+    if ":" not in text:
+        if not _HOST_NAME.fullmatch(text):
+            raise ValueError("expected a host's name or address, such as fl.example.org or 192.0.2.7")
+        return text
+    try:
+        address = ipaddress.IPv6Address(text[1:-1] if text[0] + text[-1] == "[]" else text)
+        if address.scope_id is not None:
+            raise ValueError(text)
+        return address.compressed
+    except ValueError:
+        raise ValueError(
+            "expected a host's name or address without a port, such as fl.example.org or 2001:db8::7; the port is "
+            "fleet-port"
+        ) from None
+
+
+Host = Annotated[str, AfterValidator(_host)]
 
 
 class FederationFile(BaseModel):
@@ -98,7 +120,8 @@ class FederationFile(BaseModel):
     @property
     def superlink(self) -> str:
         """Return HOST:PORT for a site."""
-        return f"{self.server[0]}:{self.fleet_port}"
+        host = self.server[0]
+        return f"[{host}]:{self.fleet_port}" if ":" in host else f"{host}:{self.fleet_port}"
 
     @property
     def control(self) -> str:
@@ -114,12 +137,13 @@ class FederationFile(BaseModel):
 def parse_federation(file: Path) -> FederationFile:
     """Parse federation.toml; `signatures` is "required" if it does not say. Raises ConfigError, which names the key."""
     try:
-        return FederationFile.model_validate({"signatures": "required", **tomllib.loads(file.read_text())})
+        return FederationFile.model_validate({"signatures": "required", **tomllib.loads(file.read_text("utf-8-sig"))})
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         known = [f.alias or name for name, f in FederationFile.model_fields.items()]
-        raise ConfigError(f"{file}: {key}: {first['msg']}, found {first['input']!r}; known keys: {known}") from None
+        said = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{file}: {key}: {said}, found {first['input']!r}; known keys: {known}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file}: expected TOML, found an error: {error}; correct that line") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -72,7 +72,7 @@ def names_instruction_keys(file: Path) -> bool:
 
 def _toml(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text())
+        return tomllib.loads(file.read_text("utf-8-sig"))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file}: expected TOML, found an error: {error}; correct that line") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from fedveil import rng
 from fedveil.console.runs import final_model
-from fedveil.contract.task import CanGenerate
-from fedveil.data.source_template import SourceTemplate
 from fedveil.errors import StateError
 from fedveil.records.atomic_files import write_atomic
+from fedveil.tasks.text_generation import Source, TextGeneration
 
 FILE = "samples.json"
 _COUNT, _MOST_BYTES, _MOST_CHARACTERS = 3, 1 << 20, 600
@@ -37,20 +35,17 @@ def write_samples(run: Path, device: str = "cpu") -> None:
     model = final_model.load_final_model(run, max_new_tokens=40)
     config = model.config
     task, weights = model.task(device)
-    if not isinstance(task, CanGenerate) or config.task.name != "text-generation" or not config.task.evaluation:
+    if not isinstance(task, TextGeneration) or not config.task.evaluation:
         return
-    source, by_prompt = (
-        SourceTemplate.from_task(config.task),
-        dict[str, Any](),
-    )  # several examples may share a prompt: take the first
+    by_prompt = dict[Source, str]()  # several examples may share a prompt: take the first
     for row in task.examples(Path(config.task.evaluation), "test"):
-        by_prompt.setdefault(source.fill(row.values) or "", row)
-    prompts, rows = list(by_prompt)[:_COUNT], list(by_prompt.values())[:_COUNT]
+        by_prompt.setdefault(*task.read_texts(row))
+    prompts = list(by_prompt)[:_COUNT]
     initial = task.initial(rng.initial_stream(config.run.seed, "weights"))
-    texts = zip(prompts, task.write(initial, prompts, []), task.write(weights, prompts, []), rows, strict=True)
+    texts = zip(prompts, task.generate(initial, prompts), task.generate(weights, prompts), strict=True)
     samples = [
-        SampleText(prompt, before, after, str(row.values[config.task.target_column]))
-        for prompt, before, after, row in texts
+        SampleText(prompt if isinstance(prompt, str) else prompt.describe(), before, after, by_prompt[prompt])
+        for prompt, before, after in texts
     ]
     write_atomic(run / FILE, json.dumps([asdict(sample) for sample in samples], indent=1).encode())
 

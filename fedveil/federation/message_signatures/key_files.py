@@ -49,7 +49,7 @@ class InstructionKeys:
     def from_file(cls, file: Path) -> InstructionKeys:
         """Read instruction-keys.toml. Raises ConfigError."""
         try:
-            content = tomllib.loads(_read(file).decode())
+            content = tomllib.loads(_read(file).decode("utf-8-sig"))
             return cls._checked(content)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fedveil.config import parse
 from fedveil.console.run_config_args import parse_overrides
 from fedveil.errors import ConfigError
 
@@ -33,3 +34,23 @@ def test_what_is_no_assignment_and_no_file_is_refused(tmp_path):
         parse_overrides(None, ["train.epochs"])
     with pytest.raises(ConfigError, match="--config: expected a TOML file"):
         parse_overrides(tmp_path / "none.toml", [])
+
+
+def test_class_names_may_be_a_list_and_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[task]\nclass-names = ["Mass, nodule", "Fracture", "{x}"]\n', "utf-8-sig")
+    names = ("Mass, nodule", "Fracture", "{x}")
+    given = [
+        parse_overrides(file, []),
+        parse_overrides(None, ['task.class-names=["Mass, nodule", "Fracture", "{x}"]']),
+        {"task.class-names": '["Mass, nodule", "Fracture", "{x}"]'},
+        {"task.class-names": '"Mass, nodule", Fracture, {x}'},
+    ]
+    for flat in given:
+        config = parse(flat)
+        assert config.task.class_list == names
+        assert parse(config.flat()) == config
+    assert parse({"task.class-names": "[a, b], c"}).task.class_list == ("[a", "b]", "c")
+    for wrong in (["a", "a"], ["a", ""], ["a", "b\nc"], ["a", 1]):
+        with pytest.raises(ConfigError, match=r"task\.class-names: "):
+            parse({"task.class-names": wrong})

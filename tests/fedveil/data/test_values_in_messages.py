@@ -33,6 +33,10 @@ OTHER = {"note": f"{MARK} has diabetes", "born": f"{MARK} 1931"}
 ROOT = Path(data_package.__file__).parent.parent
 
 TEXT = {"task.name": "text-generation", "task.max-tokens": 32}
+CHAT = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{{ '[assistant] ' if add_generation_prompt }}"
+)
+TALK = TEXT | {"task.messages-column": "messages", "task.chat-template": True}
 CLASS = {"task.name": "image-classification", "task.target-column": "label", "task.num-classes": 3}
 CLIP = {"task.name": "clip-prompt", "task.target-column": "label"}
 LABELLED = {
@@ -110,6 +114,12 @@ CASES: dict[str, tuple[dict[str, object], Callable[[Path], None]]] = {
         TEXT | {"task.source-template": "{mr} {b}"},
         lines({"mr": [MARK], "b": MARK, "ref": MARK}),
     ),
+    "no conversation": (TALK, lines({"messages": MARK, **OTHER})),
+    "an unknown role": (TALK, lines({"messages": [{"role": MARK, "content": MARK}], **OTHER})),
+    "an empty turn": (TALK, lines({"messages": [{"role": "user", "content": MARK}, {"role": "assistant"}]})),
+    "a tool": (TALK, lines({"messages": [{"role": "user", "content": MARK, "tool_calls": [{"name": MARK}]}]})),
+    "other parts": (TALK, lines({"messages": [{"role": "user", "content": [{"type": MARK, "text": MARK}]}]})),
+    "turns in another order": (TALK, lines({"messages": [{"from": "gpt", "value": MARK}], **OTHER})),
     "all empty": (TEXT | {"task.empty-texts": "drop"}, lines({"mr": MARK, "ref": ""}, {"mr": None, "ref": MARK})),
     "cut by the context": (TEXT | {"task.max-tokens": 0}, lines({"mr": f"{MARK} " * 300, "ref": MARK, **OTHER})),
     "list": (TEXT, lines({"mr": [MARK], "ref": MARK, **OTHER})),
@@ -208,6 +218,8 @@ def take_part(keys: dict[str, object], folder: Path, shelf: Path) -> None:
     name = METHOD.get(str(keys["task.name"]), "fedavg")
     config = run_config.parse({"method.name": name, "train.batch-size": 2, "task.from-scratch": True, **keys})
     task = tasks.load_task(config, strategies.create_method(name, config.method.params).adapter, "cpu")
+    if config.task.messages_column:
+        task.base.tokenizer.chat_template = CHAT  # type: ignore[attr-defined]
     share = DatasetShard(0, int(str(shares))) if shares != 1 else None
     if second:  # examples of another data set come first
         (folder / "second").mkdir()

@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedveil.client_app.policy.site_policy import SitePolicy
 from fedveil.client_app.secure_round import read_key
+from fedveil.console.doctor.checks import parse_address
 from fedveil.console.flower.flwr_cli import FlowerCli
 from fedveil.console.flower.instruction_key_files import keys_fingerprint
 from fedveil.console.flower.processes import LaunchError
@@ -413,12 +414,37 @@ def test_what_a_missing_federation_is_told_is_one(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("host", "superlink"),
+    [
+        ("fl.example.org", "fl.example.org:9092"),
+        ("192.0.2.7", "192.0.2.7:9092"),
+        ("2001:db8::1", "[2001:db8::1]:9092"),
+        ("[2001:DB8:0::1]", "[2001:db8::1]:9092"),
+        ("::1", "[::1]:9092"),
+    ],
+)
+def test_a_server_is_written_with_its_port_as_its_kind_of_address_has_it(tmp_path, host, superlink):
+    """With a byte order mark, as Windows' editors write one."""
+    file = tmp_path / "federation.toml"
+    file.write_text(f'name = "p"\nserver = ["{host}"]\nsites = ["a"]\n', "utf-8-sig")
+    federation = parse_federation(file)
+    assert federation.superlink == superlink
+    assert parse_address(superlink) == (federation.server[0], 9092)
+
+
+@pytest.mark.parametrize(
     "text,reason",
     [
         ('name = "p"\nserver = []\nsites = ["a"]', "server: List should have at least 1"),
         ('name = "../p"\nserver = ["h"]\nsites = ["a"]', "name: String should match"),
         ('name = "p"\nserver = ["h"]\nsites = ["a", "A"]', "sites: .*expected unique site names"),
-        ('name = "p"\nserver = ["h x"]\nsites = ["a"]', "server.0: String should match"),
+        ('name = "p"\nserver = ["h x"]\nsites = ["a"]', "server.0: expected a host's name or address, such as"),
+        (
+            'name = "p"\nserver = ["h:9092"]\nsites = ["a"]',
+            "server.0: expected .* without a port, .* is fleet-port",
+        ),
+        ('name = "p"\nserver = ["[::1]:9092"]\nsites = ["a"]', "server.0: expected .* without a port"),
+        ('name = "p"\nserver = ["fe80::1%eth0x"]\nsites = ["a"]', "server.0: expected .* without a port"),
         ('name = "p"\nserver = ["h"]\nsites = ["a"]\nport = 1', "port: Extra inputs .* known keys:"),
         ('name = "p"\nserver = ["h"]\nsites = ["a"]\nimage = "x; rm -rf"', "image: String should match"),
         ("name = p", "expected TOML, found an error: Invalid value .at line 1"),
