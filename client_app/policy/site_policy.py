@@ -153,7 +153,7 @@ def policy_of_site(site: SiteConfig) -> SitePolicy:
     try:
         if not site.policy:
             raise FileNotFoundError
-        return SitePolicy.model_validate(tomllib.loads(path.read_text()))
+        return SitePolicy.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:  # ValidationError and TOMLDecodeError are ValueErrors
         if isinstance(error, ValidationError):
             first = error.errors()[0]

@@ -60,6 +60,7 @@ def run_command(name: str, module: ModuleType, argv: Sequence[str] | None = None
 def _run(parser: Callable[[], argparse.ArgumentParser], given: Sequence[str]) -> int:
     # Set before torch is imported: spinning threads make a busy machine many times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("PYTHONUTF8", "1")  # for child processes: rows and paths are not in the locale's encoding
     interrupt = _Interrupt()
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background job ignores it by default
         signal.signal(number, interrupt)

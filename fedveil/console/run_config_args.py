@@ -15,7 +15,7 @@ def parse_overrides(file: Path | None, assignments: Sequence[str]) -> dict[str, 
     flat: dict[str, Any] = {}
     if file is not None:
         try:
-            flat |= flatten_config(tomllib.loads(file.read_text()))
+            flat |= flatten_config(tomllib.loads(file.read_text(encoding="utf-8")))
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"--config: expected a TOML file, found none at {file} ({error})") from None
     for text in assignments:

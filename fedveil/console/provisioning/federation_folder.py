@@ -114,7 +114,9 @@ class FederationFile(BaseModel):
 def parse_federation(file: Path) -> FederationFile:
     """Parse federation.toml; `signatures` is "required" if it does not say. Raises ConfigError, which names the key."""
     try:
-        return FederationFile.model_validate({"signatures": "required", **tomllib.loads(file.read_text())})
+        return FederationFile.model_validate(
+            {"signatures": "required", **tomllib.loads(file.read_text(encoding="utf-8"))}
+        )
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
@@ -150,7 +152,7 @@ class SiteRegistry:
         self.folder = folder
         self._file = registry_folder(folder) / "members.json"
         try:
-            content = json.loads(self._file.read_text())
+            content = json.loads(self._file.read_text(encoding="utf-8"))
             self.federation = FederationFile.model_validate(content["federation"])
             self.sites: dict[str, dict[str, Any]] = content["sites"]
             self.retired: dict[str, str] = content["retired"]

@@ -72,7 +72,7 @@ def names_instruction_keys(file: Path) -> bool:
 
 def _toml(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text())
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"--kit: expected a readable {file.name} in {file.parent}, found none ({error}); unpack the "
