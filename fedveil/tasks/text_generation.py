@@ -28,7 +28,6 @@ from fedveil.contract.param_spec import Weights
 from fedveil.contract.task import (
     DatasetShard,
     Example,
-    ExampleOrigin,
     Examples,
     PreparedData,
     Rows,
@@ -36,7 +35,16 @@ from fedveil.contract.task import (
     TaskInfo,
     loss_metric,
 )
-from fedveil.data import batches, dataset_cache, packing, prompt_template, tables, token_limits, tokenized_dataset
+from fedveil.data import (
+    batches,
+    dataset_cache,
+    packing,
+    prompt_template,
+    split_files,
+    tables,
+    token_limits,
+    tokenized_dataset,
+)
 from fedveil.data.batches import TokenBatch, TokenExample
 from fedveil.data.row_values import describe_value, filled_text
 from fedveil.data.source_template import SourceTemplate
@@ -118,8 +126,7 @@ class TextGeneration(causal_lm.CausalTask):
         return left
 
     def _table(self, data: Path, split: str, scratch: Path | None = None) -> tables.DatasetTable:
-        task = self.config.task
-        return tables.read_split(data, split, INFO.columns(task), scratch, INFO.texts(task))
+        return tables.read_for_task(data, split, INFO, self.config.task, scratch)
 
     @override
     def encode(self, examples: Examples) -> TokenizedDataset:
@@ -131,17 +138,18 @@ class TextGeneration(causal_lm.CausalTask):
         self, data: Path, split: str, share: DatasetShard | None = None, shelf: Path | None = None
     ) -> PreparedData:
         """Prepare as `encode` does; with a `shelf`, map the examples from it, or prepare them if it lacks them."""
-        file, print_ = tables.split_file(data, split), self._tokens.fingerprint if shelf else ""
+        files, print_ = split_files.split_files(data, split), self._tokens.fingerprint if shelf else ""
         if self.config.task.empty_texts == "drop":
             shelf = None  # a cached set would not say how many rows it lacks
-        content = tables.digest_file(file) if print_ else ""
+        content = tables.digest_files(files) if print_ else ""
 
         def parts() -> Iterator[tokenized_dataset.Part]:
             table = self._table(data, split, shelf)
-            yield from self._parts_of(self._selected(table, split, share))
-            if content and tables.digest_file(file) != content:
+            yield from self._parts_of(self._selected(table, split, share), files)
+            if content and tables.digest_files(files) != content:
                 raise TaskError(
-                    f'task.data: expected "{file}" to stay unchanged while it is read, found a change; start again'
+                    f'task.data: expected "{files[0].parent}" to stay unchanged while it is read, found a change; '
+                    "start again"
                 )
 
         if shelf is None or not content:
@@ -151,17 +159,19 @@ class TextGeneration(causal_lm.CausalTask):
             key = {"rows": content, "tokenizer": [print_, frame], **dataset_cache.cache_key(self.config, split, share)}
             key |= {"context": self.base.context}
             cache = dataset_cache.DatasetCache(shelf, tokenized_dataset.KINDS)
-            rows = TokenizedDataset(cache.find(key) or cache.put(key, parts()))
+            if (stored := cache.find(key)) is not None:
+                tables.note_reading(data, split, files)
+            rows = TokenizedDataset(stored or cache.put(key, parts()))
         self._require_whole(rows)
-        origins = lambda: (ExampleOrigin(str(file), int(number)) for number in rows.numbers)  # noqa: E731
+        origins = lambda: tokenized_dataset.unpack_origins(rows.numbers, files)  # noqa: E731
         return PreparedData(rows, origins, self._dropped, self.find_cut(rows))
 
     @override
     def find_cut(self, rows: Rows) -> Bool[np.ndarray, " rows"]:
         return rows.cuts > 0 if isinstance(rows, TokenizedDataset) else super().find_cut(rows)
 
-    def _parts_of(self, examples: Examples) -> Iterator[tokenized_dataset.Part]:
-        """Yield the encoded examples in parts; the next part is tokenized meanwhile."""
+    def _parts_of(self, examples: Examples, files: Sequence[Path] = ()) -> Iterator[tokenized_dataset.Part]:
+        """Yield the encoded examples, of these files, in parts; the next part is tokenized meanwhile."""
 
         def tokenised(part: list[Example]) -> tuple[list[Example], list[MarkedTokens]]:
             return part, self._conversations([self._texts(example) for example in part])
@@ -173,7 +183,7 @@ class TextGeneration(causal_lm.CausalTask):
         batched = iter(lambda: list(itertools.islice(every, _AT_ONCE)), [])
         for part, conversations in batches.prefetch(batched, tokenised):
             rows = [self._row(conversation, limit) for conversation in conversations]
-            yield tokenized_dataset.slice_part(rows, [example.origin.row if example.origin else 0 for example in part])
+            yield tokenized_dataset.slice_part(rows, tokenized_dataset.pack_origins(part, files))
 
     def _conversations(self, texts: Sequence[tuple[str, str]]) -> list[MarkedTokens]:
         """Return the tokens of each source with its target."""
