@@ -76,6 +76,7 @@ def prepare_strategy(
     evaluator = ServerEvaluator.from_config(plan.load_server_task(), config)
     folder.config(config, method, count_adapter_weights(plan.task))
     opened = sinks.open_sinks(sinks.SinkRunInfo(folder.folder, folder.id, config, folder.resumed))
+    folder.reading = evaluator.notes if evaluator else []
     epsilon = make_epsilon_sink(plan.guarantee, config, folder.folder / "metrics.jsonl")
     folder.outlets = MetricsDispatcher(opened, epsilon)
     strategy = MethodStrategy(
