@@ -37,7 +37,11 @@ def message(data: bytes, draw: random.Random) -> bytes:
 
 def text(content: str, draw: random.Random) -> bytes:
     """Apply one to four mutations to a text file, which may then be invalid text."""
-    data = content.encode()
+    return mutate_bytes(content.encode(), draw)
+
+
+def mutate_bytes(data: bytes, draw: random.Random) -> bytes:
+    """Apply one to four mutations to a file's content."""
     for _ in range(draw.randint(1, 4)):
         data = draw.choice((_bytes, _cut, _extended, _doubled, _inserted))(data, draw)
     return data
