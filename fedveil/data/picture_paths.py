@@ -10,6 +10,7 @@ with each ending of an image. The one place that has all of them is taken; sever
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -58,7 +59,8 @@ class PicturePaths:
         table, at = rows.data.table, rows.column_names.index(column)
         prefix = f"{self.folder}/" if self.folder else ""
         paths = pyarrow.compute.binary_join_element_wise(prefix, table.column(at), self.ending, "")
-        return Dataset(table.set_column(at, table.schema.field(at), paths.cast(table.schema.field(at).type)))
+        moved = table.set_column(at, table.schema.field(at), paths.cast(table.schema.field(at).type))
+        return Dataset(moved, fingerprint=secrets.token_hex(8))  # else `datasets` would hash the whole table
 
 
 def find_pictures(values: Iterable[object], column: str, folder: Path) -> PicturePaths | None:
