@@ -67,11 +67,13 @@ class ClientRoundResult:
         parts: the upload in parts to be joined; dense parts are views of the trained tensors.
         load_seconds: time to load the base model and the examples; almost 0 once they are in memory.
         counts: the site's rows that were cut or left out; None in a task that does neither.
+        notes: how the site's data were read, see `fedveil.data.reading_notes`; they stay at the site.
     """
 
     parts: list[Buffer]
     load_seconds: float
     counts: RowCounts | None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,15 @@ from fedveil.client_app.client_round import ClientRound, ClientRoundResult, Load
 from fedveil.client_app.instruction import ClientAssignment
 from fedveil.client_app.policy import decisions
 from fedveil.client_app.ranks.launcher import RankLauncher, at_first, count_ranks
+from fedveil.client_app.site_columns import describe_site_columns, name_site_columns
 from fedveil.client_app.state.data_sets import ID_FILE, SiteDataset, remove_shelves, shelf_of
 from fedveil.client_app.state.held_out_record import HeldOutRecord
 from fedveil.client_app.state.withdrawn_units import WithdrawalRecord, WithdrawnUnits
 from fedveil.client_app.trainer_stack import build_trainer, why_counts_stay
 from fedveil.contract.codec import Buffer
 from fedveil.contract.task import DatasetShard, PreparedData, Task, Watch, ignore_progress
+from fedveil.data.reading_notes import collect_notes
+from fedveil.data.split_files import find_split_files
 from fedveil.data.units import UnitRows, group_rows, group_rows_of_run, mark_rows
 from fedveil.errors import ConfigError, PolicyError, TaskError
 from fedveil.federation.exchange import MessageExchange
@@ -52,6 +55,7 @@ class _PreparedRows:
     withdrawn: WithdrawnUnits
     prepared: PreparedData
     units: UnitRows | None
+    notes: tuple[str, ...]
 
 
 class ClientSession:
@@ -94,7 +98,8 @@ class ClientSession:
         decisions.check_examples(round_.policy, stack.counter.distinct, stack.counter.least)
         round_.states.save(turn, order.last, private)
         stack.guard.keep()
-        return ClientRoundResult(parts, load_seconds, data.prepared.counts)
+        notes = self._rows.notes if self._rows else ()
+        return ClientRoundResult(parts, load_seconds, data.prepared.counts, notes)
 
     def load_task(self, assignment: ClientAssignment) -> LoadedTask:
         """Return the task with its exchange, loading it once and starting the other ranks.
@@ -110,7 +115,7 @@ class ClientSession:
                 # The policy has checked the run config's fields, without a method's code.
                 raise PolicyError("order.fields: expected the run config's, found different ones; submit the run again")
             optimizers.check_optimizer(method, config)
-            task = tasks.load_task(config, method.adapter, at_first(assignment, method))
+            task = tasks.load_task(assignment.site_config, method.adapter, at_first(assignment, method))
             self._task = LoadedTask(task, MessageExchange(method, order.method, task.spec))
         if self._ranks is None and assignment.site.processes > 1:
             self._ranks = self.launch_ranks(self._task.task, assignment)
@@ -132,7 +137,8 @@ class ClientSession:
         Raises:
             ConfigError: neither the node config nor the run config names a folder.
         """
-        read = self._prepare(round_, task)
+        with name_site_columns(round_.assignment.config, round_.assignment.site):
+            read = self._prepare(round_, task)
         part = round_.assignment.config.evaluate.held_out
         if not part or not round_.policy.max_scores:
             return SiteData(read.prepared, HeldOutSplit(read.prepared.rows, ()), units=read.units)
@@ -151,21 +157,24 @@ class ClientSession:
         if self._rows is None or (self._rows.fingerprint, self._rows.withdrawn) != (fingerprint, withdrawn):
             share = DatasetShard(site.partition_id, site.num_partitions) if site.num_partitions > 1 else None
             self._rows = self._split = None  # not two data sets in memory
+            if said := describe_site_columns(assignment.config, site.columns):
+                log.info("%s", said)
             # Prepared examples are in the clear, and of all rows: a site that encrypts its stored files or has
             # withdrawn a unit stores none.
             is_shelved = not site.key_file and not withdrawn.units
             if withdrawn.units:
                 remove_shelves(site.state_dir)
             shelf = shelf_of(site.state_dir, data, site.data_set) if is_shelved else None
-            prepared = task.prepare(data, "train", share, shelf)
+            with collect_notes() as notes:
+                prepared = task.prepare(data, "train", share, shelf)
             task.require_shared_classes()
             prepared = _leave_out(withdrawn, site.unit_column, prepared, data)
-            units = group_rows_of_run(assignment.config, prepared, data, share)
+            units = group_rows_of_run(assignment.site_config, prepared, data, share)
             if (units is not None or withdrawn.units) and _fingerprint(data) != fingerprint:
                 raise TaskError(
                     f'task.data: expected "{data}" to stay unchanged while it is read, found a change; start again'
                 )
-            self._rows = _PreparedRows(fingerprint, withdrawn, prepared, units)
+            self._rows = _PreparedRows(fingerprint, withdrawn, prepared, units, tuple(notes))
             if (counts := prepared.counts) is not None and self._task is not None:
                 stay = why_counts_stay(round_, self._task.exchange.method)
                 where = f"these counts stay at this site: {stay}" if stay else "the server gets these counts"
@@ -242,7 +251,13 @@ def _leave_out(withdrawn: WithdrawnUnits, own: str, prepared: PreparedData, data
 
 
 def _fingerprint(folder: Path) -> Fingerprint:
-    """Return names, sizes and modification times of the files in a data folder without its id, or of a single file."""
+    """Return names, sizes and modification times of the files in a data folder without its id, or of a single file.
+
+    Of its subfolders only those that hold the files of the training split are looked into.
+    """
     files = sorted(folder.iterdir()) if folder.is_dir() else [folder]
-    stats = [(file.name, file.stat()) for file in files if file.is_file() and file.name != ID_FILE]
+    if folder.is_dir():
+        files += [file for file in find_split_files(folder, "train") if file.parent != folder]
+    names = (file.relative_to(folder).as_posix() if file != folder else file.name for file in files)
+    stats = [(name, file.stat()) for name, file in zip(names, files, strict=True) if file.is_file() and name != ID_FILE]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)

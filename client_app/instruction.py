@@ -7,9 +7,11 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from fedveil.client_app.node_config import SiteConfig, parse_site
+from fedveil.client_app.site_columns import apply_site_columns
 from fedveil.client_app.state.client_state import safe_file_name
 from fedveil.config import RunConfig, parse
 from fedveil.contract.message_address import MessageAddress
@@ -119,6 +121,11 @@ class ClientAssignment:
     def data(self) -> str:
         """Return the data folder from the node config, otherwise from the run config; "" if neither names one."""
         return self.site.data or self.config.task.data
+
+    @cached_property
+    def site_config(self) -> RunConfig:
+        """Return the run's config with this site's column names. Raises ConfigError, see `apply_site_columns`."""
+        return apply_site_columns(self.config, self.site.columns)
 
     def described(self) -> dict[str, Any]:
         """Return run, round, method, task and model, for status and logs."""

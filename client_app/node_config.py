@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedveil.errors import ConfigError
+
+ColumnName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^{}\r\n]*\S[^{}\r\n]*$")]
+_COLUMNS = "columns."
 
 
 class SiteConfig(BaseModel):
@@ -18,6 +21,7 @@ class SiteConfig(BaseModel):
         site: its name; "" = the registered one.
         data: the site's data folder; "" = `task.data` of the run.
         data_set: the data's name; "" = the id file in its folder (data_sets.py). The privacy ledger does not use it.
+        columns: this site's names of the run's columns, see site_columns.py.
         unit_column: the column that holds the unit's id, such as the patient's, in which the ids of withdrawn units are
             looked for (withdrawn_units.py); "" = the column that was named at the withdrawal.
         state_dir: folder for private state and the worker's socket.
@@ -45,6 +49,7 @@ class SiteConfig(BaseModel):
     site: str = ""
     data: str = ""
     data_set: str = Field("", pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,63})?$")
+    columns: Mapping[ColumnName, ColumnName] = Field(default_factory=dict, max_length=32)
     unit_column: str = ""
     state_dir: Path = Path("~/.local/state/fedveil")
     key_file: str = ""
@@ -67,9 +72,15 @@ class SiteConfig(BaseModel):
 
 
 def parse_site(node_config: Mapping[str, Any]) -> SiteConfig:
-    """Return the site from its node config. Raises ConfigError, which names the invalid key."""
+    """Return the site from its node config. Raises ConfigError, which names the invalid key.
+
+    Flower flattens a table of the node config: `columns = {source = "x"}` arrives as `columns.source`.
+    """
+    flat = {key: value for key, value in node_config.items() if not key.startswith(_COLUMNS)}
+    if columns := {key.removeprefix(_COLUMNS): node_config[key] for key in node_config.keys() - flat.keys()}:
+        flat["columns"] = columns
     try:
-        site = SiteConfig.model_validate(dict(node_config))
+        site = SiteConfig.model_validate(flat)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])

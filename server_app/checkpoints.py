@@ -73,7 +73,7 @@ def repair_folder(folder: Path) -> dict[str, Any]:
     """Repair a folder after a crash. Return why the previous process ended, and the torn lines that it left."""
     status: dict[str, Any] = {}
     try:
-        status = dict(json.loads((folder / "status.json").read_text()))
+        status = dict(json.loads((folder / "status.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         ended = f"unknown: its status.json cannot be read ({type(error).__name__})"
     else:
@@ -156,7 +156,7 @@ def read_id(folder: Path) -> str:
         raise StateError(
             f"{folder / 'id'}: expected the run's id, found none or other text; resume the run: run.resume=true"
         )
-    return (folder / "id").read_text().partition(" ")[0]
+    return (folder / "id").read_text(encoding="utf-8").partition(" ")[0]
 
 
 def _is_id(folder: Path) -> bool:

@@ -157,7 +157,7 @@ def leave_card(run: RunFolder, config: RunConfig, method: Method, course: BestRo
     recorded = collect.RecordedRun(
         folder=folder,
         id=run.id,
-        about=json.loads((folder / "config.json").read_text()),
+        about=json.loads((folder / "config.json").read_text(encoding="utf-8")),
         attempts=attempts,
         messages=disclosure_ledger.read_messages(folder / disclosure_ledger.NAME),
         rounds=course.done + 1,

@@ -9,14 +9,19 @@
 | a round that is not scored | unchanged; it does not count for evaluate.patience |
 | the model before round 0 | it is scored but is no candidate: no site has contributed to it |
 
+Where a score decides, it is that of the validation split of task.evaluation, as the view VALIDATION, if there is one.
+Without one the test split decides, so that its scores of the chosen model are better than on new data; log and record
+say so.
+
 The choice costs no privacy: it uses only the server's own data, and models that the server has anyway.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +29,53 @@ from fedveil.config import EvaluateConfig, RunConfig
 from fedveil.contract.method import FederatedState, Method
 from fedveil.contract.task import Examples, Metrics, Task, TaskMetric
 from fedveil.data import tables
-from fedveil.errors import ConfigError
+from fedveil.data.reading_notes import MAX_NOTES, collect_notes
+from fedveil.data.split_files import has_split
+from fedveil.errors import ConfigError, StateError
 
 Scores = dict[str, dict[str, float]]
+VALIDATION = "validation"  # a view of the scores: the server's model on the validation split
+log = logging.getLogger("fedveil.server")
 
 
 @dataclass(frozen=True)
 class ServerEvaluator:
-    """Scores models by view, in the rounds that the config names. `task` has the adapter of the server's model."""
+    """Scores models by view, in the rounds that the config names.
+
+    Attributes:
+        task: has the adapter of the server's model.
+        examples: the test split.
+        validation: the validation split, if scores decide and there is one.
+        notes: how the data were read so far, see `fedveil.data.reading_notes`.
+    """
 
     task: Task
     examples: Examples
     config: EvaluateConfig
     rounds: int
+    validation: Examples | None = None
+    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def from_config(cls, task: Task, config: RunConfig) -> ServerEvaluator | None:
         """Build the evaluator; None without test data. Raises TaskError if task.evaluation names missing data."""
         if not config.task.evaluation:
             return None
-        with tables.columns_named_by("task.evaluation"):
-            examples = task.examples(Path(config.task.evaluation), "test")
+        data, validation = Path(config.task.evaluation), None
+        with tables.columns_named_by("task.evaluation"), collect_notes() as notes:
+            examples = task.examples(data, "test")
+            if why := _what_decides(config.evaluate):
+                if has_split(data, VALIDATION):
+                    validation = task.examples(data, VALIDATION)
+                    log.info('%s: the validation split of "%s" decides, %d examples', why, data, len(validation))
+                else:
+                    log.warning(
+                        '%s: "%s" has no validation split (validation.*, valid, val or dev), so the test split '
+                        "decides, and its scores of the chosen model are better than on new data; add one",
+                        why, data,
+                    )  # fmt: skip
             task.require_shared_classes()
-        return cls(task, examples, config.evaluate, config.run.rounds)
+        return cls(task, examples, config.evaluate, config.run.rounds, validation, notes)
 
     def scores(self, method: Method, server: FederatedState, round_: int) -> Scores:
         """Return {view: {metric: value}}; empty in a round that is not scored. Round -1 is the model before round 0."""
@@ -57,12 +86,23 @@ class ServerEvaluator:
         at_ends = last or round_ == -1
         generate = self.config.generate == "always" or (self.config.generate == "last" and at_ends)
         try:
-            return {
-                view: self.task.evaluate({n: weights[n] for n in self.task.spec}, self.examples, generate)
-                for view, weights in method.models(server).items()
-            }
+            with collect_notes() as notes:
+                return self._scores(method, server, generate)
         finally:
             self.task.release()
+            self.notes.extend([note for note in notes if note not in self.notes][: MAX_NOTES - len(self.notes)])
+
+    def _scores(self, method: Method, server: FederatedState, generate: bool) -> Scores:
+        models = method.models(server)
+        scores = {
+            view: self.task.evaluate({n: weights[n] for n in self.task.spec}, self.examples, generate)
+            for view, weights in models.items()
+        }
+        if self.validation is not None and "server" in models:
+            weights = {n: models["server"][n] for n in self.task.spec}
+            needs_texts = generate and self.config.metric != "loss"
+            scores[VALIDATION] = self.task.evaluate(weights, self.validation, needs_texts)
+        return scores
 
 
 @dataclass(frozen=True)
@@ -93,13 +133,13 @@ class ModelSelection:
             raise ConfigError(
                 f'evaluate.metric: expected one of {sorted(metrics)} with the task "{config.task.name}", found {name!r}'
             )
-        if asked.select_model == "last" and not asked.patience:
+        if not _what_decides(asked):
             if asked.min_delta:
                 raise ConfigError(
                     f"evaluate.min-delta: expected 0 without evaluate.patience, found {asked.min_delta:g}; set both"
                 )
             return None
-        why = 'evaluate.select-model = "best"' if asked.select_model == "best" else "evaluate.patience"
+        why = _what_decides(asked)
         if not config.task.evaluation:
             raise ConfigError(f"task.evaluation: expected the server's test data with {why}, found none; name a folder")
         if not asked.every:
@@ -127,37 +167,50 @@ class BestEvaluation:
         value: the score of that model.
         reference: the score that the next improvement must exceed by evaluate.min-delta.
         waited: number of consecutive evaluations without such an improvement.
+        split: the split whose scores decide: VALIDATION or "test".
     """
 
     round: int | None = None
     value: float = math.nan
     reference: float = math.nan
     waited: int = 0
+    split: str = "test"
 
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> BestEvaluation:
         """Return the best evaluation in a checkpoint, or the initial one if the checkpoint has none."""
         if saved.get("round") is None:
-            return cls(waited=int(saved.get("waited", 0)))
-        return cls(int(saved["round"]), float(saved["value"]), float(saved["reference"]), int(saved["waited"]))
+            return cls(waited=int(saved.get("waited", 0)), split=str(saved.get("split", "test")))
+        numbers = float(saved["value"]), float(saved["reference"]), int(saved["waited"])
+        return cls(int(saved["round"]), *numbers, str(saved.get("split", "test")))
 
     def saved(self) -> dict[str, Any]:
         """Return the values for a checkpoint, as numbers that JSON can represent."""
         return {
             "round": self.round, "value": None if self.round is None else self.value,
-            "reference": None if self.round is None else self.reference, "waited": self.waited,
+            "reference": None if self.round is None else self.reference, "waited": self.waited, "split": self.split,
         }  # fmt: skip
 
     def after(self, choice: ModelSelection, round_: int, scores: Mapping[str, Mapping[str, float]]) -> BestEvaluation:
-        """Return the best evaluation after a round with these scores, by view."""
-        server_scores = scores.get("server")
+        """Return the best evaluation after a round with these scores, by view.
+
+        Raises:
+            StateError: other rounds were scored on another split, so that their scores cannot be compared.
+        """
+        server_scores = scores.get(VALIDATION) or scores.get("server")
         if not server_scores:
             return self
+        split = VALIDATION if scores.get(VALIDATION) else "test"
+        if self.split != split and (self.round is not None or self.waited):
+            raise StateError(
+                f"task.evaluation: expected the {self.split} split to decide, as in the rounds before, found that the "
+                f"{split} split would; give the folder its validation split as it was, and resume"
+            )
         now = server_scores[choice.name]
         if not math.isfinite(now):
-            return replace(self, waited=self.waited + 1)
+            return replace(self, waited=self.waited + 1, split=split)
         if self.round is None:
-            return BestEvaluation(round_, now, now)
+            return BestEvaluation(round_, now, now, split=split)
         gain = choice.gain(self.reference, now)
         improved = gain > 0 and gain >= choice.min_delta
         best = replace(self, round=round_, value=now) if choice.gain(self.value, now) > 0 else self
@@ -180,4 +233,12 @@ class BestEvaluation:
         """Return the entry for status.json; {} before the first finite value."""
         if self.round is None:
             return {}
-        return {"best": {"round": self.round, "metric": choice.name, "value": self.value, "kept": choice.keep}}
+        about = {"round": self.round, "metric": choice.name, "value": self.value, "kept": choice.keep}
+        return {"best": {**about, "split": self.split}}
+
+
+def _what_decides(asked: EvaluateConfig) -> str:
+    """Return the key by which scores decide which model is final or when a run stops; "" if none does."""
+    if asked.select_model == "best":
+        return 'evaluate.select-model = "best"'
+    return "evaluate.patience" if asked.patience else ""

@@ -80,6 +80,7 @@ def prepare_strategy(
         log(INFO, "%s: %s of %s weights are trained (%.2f %%)", *counted.values(), share)
     folder.config(config, method, counted)
     opened = sinks.open_sinks(sinks.SinkRunInfo(folder.folder, folder.id, config, folder.resumed))
+    folder.reading = evaluator.notes if evaluator else []
     epsilon = make_epsilon_sink(plan.guarantee, config, folder.folder / "metrics.jsonl")
     folder.outlets = MetricsDispatcher(opened, epsilon)
     strategy = MethodStrategy(

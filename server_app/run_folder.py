@@ -71,6 +71,7 @@ class RunFolder:
     def __init__(self, folder: Path, resume: bool = False) -> None:
         self.folder, self.last_round = folder, -1
         self.outlets, self.underway = MetricsDispatcher({}), RoundProgressFile(folder)
+        self.reading: list[str] = []  # notes on how the server reads its own data
         if not resume:
             checkpoints.require_new(folder)
         else:
@@ -144,6 +145,7 @@ class RunFolder:
             self.outlets.close(state)
         ended: dict[str, Any] = {"sinks": sinks} if (sinks := self.outlets.ended()) else {}
         ended |= {} if state == "running" else {"ended": _now()}
+        ended |= {"reading": self.reading} if self.reading else {}
         about = {"state": state, "round": round_, "rounds": rounds, "reason": reason, **about, **ended}
         self._write_json("status.json", about | {"process": process_exit.note_memory()})
 

@@ -37,10 +37,10 @@ def message(data: bytes, draw: random.Random) -> bytes:
 
 def text(content: str, draw: random.Random) -> bytes:
     """Apply one to four mutations to a text file, which may then be invalid text."""
-    return damage(content.encode(), draw)
+    return mutate_bytes(content.encode(), draw)
 
 
-def damage(data: bytes, draw: random.Random) -> bytes:
+def mutate_bytes(data: bytes, draw: random.Random) -> bytes:
     """Apply one to four mutations to bytes of any kind."""
     for _ in range(draw.randint(1, 4)):
         data = draw.choice((_bytes, _cut, _extended, _doubled, _inserted))(data, draw)

@@ -41,7 +41,7 @@ def _compute(channel: RankChannel) -> None:
     site, rank = assignment.site, head["rank"]
     on_gpu = site.device != "cpu" and torch.cuda.is_available()
     device = rank_device(torch.device("cuda" if on_gpu else "cpu"), rank)
-    task = tasks.load_task(assignment.config, method.adapter, "cpu" if site.shard_base else str(device))
+    task = tasks.load_task(assignment.site_config, method.adapter, "cpu" if site.shard_base else str(device))
     if not isinstance(task, AdaptedTask):
         raise TypeError(f"task.name: expected a task around a model, found {type(task).__name__}")
     task.base  # noqa: B018  # loaded before it says that it is ready

@@ -87,7 +87,7 @@ class WorkerRegistry:
         """Record a failed client round. The reason is in the log too, so a full disk does not hide it."""
         line = {"time": time.time(), **what, "failed": sanitize(reason, _REASON_CHARACTERS)}
         try:
-            with self.turns.open("a") as file:
+            with self.turns.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
             log.warning("%s: cannot append a line: %s; free space", self.turns, error)
@@ -112,7 +112,7 @@ class WorkerRegistry:
         records = []
         for file in self.path.glob("*.json"):
             try:
-                card = json.loads(file.read_text())
+                card = json.loads(file.read_text(encoding="utf-8"))
                 records.append(WorkerRecord(**{**card, "owner": OwnerProcess(**card["owner"])}))
             except FileNotFoundError:
                 continue  # its worker has ended meanwhile, which it does without the lock
@@ -143,7 +143,7 @@ class WorkerRegistry:
         """Return and remove a worker's last note; {} if it left none, because it ended normally or at once."""
         file = self.path / f"{worker}.noted"
         try:
-            about = json.loads(file.read_text())
+            about = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             return {}
         finally:
@@ -299,7 +299,7 @@ def run_key(assignment: ClientAssignment, root: Path | None = None) -> str:
         app_digest(root), assignment.order.run, assignment.order.method, assignment.order.fields,
         config.task.model_dump(), config.train.model_dump(), config.run.seed, config.run.deterministic, base,
         assignment.data, site.device, site.processes, site.shard_base,
-        site.partition_id, site.num_partitions,
+        site.partition_id, site.num_partitions, sorted(site.columns.items()),
     ]  # fmt: skip
     return hashlib.blake2b(json.dumps(made_for).encode(), digest_size=8).hexdigest()
 

@@ -30,6 +30,7 @@ from fedveil.client_app.worker.owner import OwnerProcess
 from fedveil.client_app.worker.registry import WorkerRegistry
 from fedveil.errors import FedVeilError, OutOfMemoryError, RankError, WorkerError
 from fedveil.records import process_exit
+from fedveil.sanitize import sanitize
 from fedveil.wire.chunking import drain_parts, fill_slices, slice_message
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ _REASON_CHARACTERS = 1000
 _CLIENT_GONE = "client round: its client process exited before it ended; the result is discarded"
 
 log = logging.getLogger("fedveil.worker")
+_LONGEST_NOTE = 400  # characters
 
 
 @dataclass
@@ -138,8 +140,9 @@ class WorkerService:
             "device": _device()["device"],
             **(asdict(turn.counts) if turn.counts else {}),
         }
-        line = {"time": time.time(), "pid": os.getpid(), **what, **answer, "memory_mb": memory_mb()}
-        with self.folder.turns.open("a") as file:
+        notes = {"reading": [sanitize(note, _LONGEST_NOTE) for note in turn.notes]} if turn.notes else {}
+        line = {"time": time.time(), "pid": os.getpid(), **what, **answer, **notes, "memory_mb": memory_mb()}
+        with self.folder.turns.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         log.info("round %s of %s: %s", what["round"] + 1, what["run"], answer)
         self._status = {**self._status, "state": "replying", "last": answer}

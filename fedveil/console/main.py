@@ -61,6 +61,7 @@ def _run(parser: Callable[[], argparse.ArgumentParser], given: Sequence[str]) ->
     # Set before torch is imported: spinning threads make a busy machine many times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     proxies.exempt_loopback(os.environ)
+    os.environ.setdefault("PYTHONUTF8", "1")  # for child processes: rows and paths are not in the locale's encoding
     interrupt = _Interrupt()
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background job ignores it by default
         signal.signal(number, interrupt)

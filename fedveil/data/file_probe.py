@@ -10,13 +10,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedveil.data import tables
-from fedveil.data.row_files import TEXT_SUFFIXES, RowFile, row_suffix
+from fedveil.data import columnar_files, tables
+from fedveil.data.columnar_files import is_columnar
+from fedveil.data.row_files import RowFile
 from fedveil.errors import TaskError
 
 _MOST_BYTES = 1 << 26
@@ -25,38 +26,45 @@ _AT_ONCE = 64  # rows, which may be images
 
 @dataclass(frozen=True)
 class FileProbe:
-    """The number of examples read from a file, and whether that is the whole file."""
+    """The number of examples read from the files of a split, and whether these are all of them."""
 
     rows: int
     is_whole: bool
 
 
-def is_small(file: Path) -> bool:
-    """Return whether the file has few enough bytes for a check to read all of it."""
-    return file.stat().st_size <= _MOST_BYTES
+def is_small(files: Sequence[Path]) -> bool:
+    """Return whether the files have few enough bytes for a check to read all of them."""
+    return sum(file.stat().st_size for file in files) <= _MOST_BYTES
 
 
-def probe_file(file: Path, columns: tuple[str, ...], texts: tuple[str, ...] = ()) -> FileProbe:
-    """Count the rows of `file` and check its columns. Raises TaskError like `tables.read_table`, for the part read."""
-    suffix = row_suffix(file)
-    if suffix in TEXT_SUFFIXES and is_small(file):
-        return FileProbe(len(tables.read_table(file, columns, texts=texts)), True)
-    rows, names, is_whole = _footer(file) if suffix == ".parquet" else _first_rows_of_text(file)
-    if not rows:
-        raise TaskError(f'task.data: expected at least one row in "{file}", found none; add rows')
-    tables.require_columns(columns, names, file)
-    return FileProbe(rows, is_whole)
+def probe_files(
+    files: Sequence[Path], columns: tuple[str, ...], texts: tuple[str, ...] = (), others: tuple[str, ...] = ()
+) -> FileProbe:
+    """Count the rows of a split's files and check their columns.
+
+    Raises TaskError like `tables.read_table`, for the part read.
+    """
+    if not is_columnar(files[0]) and is_small(files):
+        return FileProbe(len(tables.read_table(files, columns, texts=texts, only=(*columns, *others))), True)
+    count, is_whole = 0, True
+    for file in files:
+        rows, names, is_all = _footer(file) if is_columnar(file) else _first_rows_of_text(file)
+        if rows or len(files) == 1:
+            tables.require_columns(columns, names, file)
+        count, is_whole = count + rows, is_whole and is_all
+        if not is_all:
+            break
+    if not count:
+        raise TaskError(f'task.data: expected at least one row in "{files[0]}", found none; add rows')
+    return FileProbe(count, is_whole)
 
 
 def first_rows(file: Path, column: str, most: int) -> Iterator[tuple[Any, int]]:
     """Yield a column's values in the first `most` rows of a checked file, each with its row, counted from 1."""
-    import pyarrow.parquet  # type: ignore[import-untyped]
-
-    if row_suffix(file) == ".parquet":
-        with pyarrow.parquet.ParquetFile(file) as opened:
-            parts = opened.iter_batches(_AT_ONCE, columns=[column])
-            values = (value for part in parts for value in part.column(0).to_pylist())
-            yield from zip(itertools.islice(values, most), itertools.count(1))
+    if is_columnar(file):
+        parts = columnar_files.iter_tables(file, [column], _AT_ONCE)
+        values = (value for part in parts for value in part.column(0).to_pylist())
+        yield from zip(itertools.islice(values, most), itertools.count(1))
         return
     rows = itertools.islice(RowFile(file, most=_MOST_BYTES), most)
     yield from zip((row.get(column) for row in rows), itertools.count(1))
@@ -68,14 +76,7 @@ def describe_reading(file: Path) -> str:
 
 
 def _footer(file: Path) -> tuple[int, list[str], bool]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(file) as opened:
-            return int(opened.metadata.num_rows), list(opened.schema_arrow.names), True
-    except (pyarrow.ArrowException, OSError) as error:
-        raise tables.no_parquet(file, error) from None
+    return columnar_files.count_rows(file), list(columnar_files.read_schema(file).names), True
 
 
 def _first_rows_of_text(file: Path) -> tuple[int, list[str], bool]:

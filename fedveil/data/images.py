@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
 import threading
@@ -16,18 +15,17 @@ from typing import TypeVar
 
 from fedveil.config import TaskConfig
 from fedveil.contract.task import Example, ExampleOrigin
-from fedveil.data import class_names, image_decoding, tables
+from fedveil.data import class_names, columnar_files, image_decoding, picture_paths, split_files, tables
+from fedveil.data.reading_notes import note
 from fedveil.data.row_values import describe_value
+from fedveil.data.split_files import IMAGE_SUFFIXES, is_made_by_system
 from fedveil.data.tables import DatasetTable
 from fedveil.errors import TaskError
 
 __all__ = ["image_bytes"]
 
 _Out = TypeVar("_Out")
-log = logging.getLogger("fedveil.data")
 KEPT_BYTES = 1 << 30  # for decoded images; beyond it, an image is decoded again for every batch that contains it
-SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp", ".gif"})
-_SYSTEM_NAMES = {"__macosx", "thumbs.db", "desktop.ini", "@eadir", "$recycle.bin", "system volume information"}
 _MOST_ENDINGS = 8  # that a message names
 
 
@@ -74,11 +72,11 @@ def image_bytes(example: Example, column: str) -> bytes:
     )
 
 
-def log_conversions(images: Sequence[tuple[str, ...]]) -> None:
-    """Log how many of the images are converted, and how; see `image_decoding`."""
+def note_conversions(images: Sequence[tuple[str, ...]]) -> None:
+    """Note how many of the images are converted, and how; see `image_decoding`."""
     if converted := sum(map(bool, images)):
         said = image_decoding.describe_conversions(images)
-        log.warning("task.data: %d of %d images are converted: %s", converted, len(images), said)
+        note(f"{converted} of {len(images)} images are converted: {said}")
 
 
 def image_table(data: Path, split: str, task: TaskConfig) -> DatasetTable:
@@ -90,9 +88,11 @@ def image_table(data: Path, split: str, task: TaskConfig) -> DatasetTable:
     Raises:
         TaskError: like `tables.read_split`, or an image folder without an image.
     """
-    if is_by_class(data, split):
-        return _by_class(data / split, task)
-    table = tables.read_split(data, split, (task.image_column, task.target_column))
+    if folder := class_folder(data, split):
+        return _by_class(folder, task)
+    others = (task.label_column,)
+    table = tables.read_split(data, split, (task.image_column, task.target_column), others=others)
+    table = locate_pictures(table, task.image_column)
     return replace(table, class_names=_names_of(table.rows.features[task.target_column]))
 
 
@@ -100,21 +100,16 @@ def declared_names(data: Path, split: str, task: TaskConfig) -> tuple[str, ...]:
     """Return the class names that a split declares, as `image_table` does, without reading rows.
 
     Raises:
-        TaskError: like `scan_class_folders` and `tables.split_file`, or a file that is not Parquet.
+        TaskError: like `scan_class_folders` and `split_files`, or a damaged Parquet file.
     """
-    if is_by_class(data, split):
-        names = scan_class_folders(data / split).names
+    if folder := class_folder(data, split):
+        names = scan_class_folders(folder).names
         return () if class_names.are_numbers(names) else names
-    if (file := tables.split_file(data, split)).suffix != ".parquet":
+    file = split_files.split_files(data, split)[0]
+    if not columnar_files.is_columnar(file):
         return ()
-    import pyarrow.parquet  # type: ignore[import-untyped]
-    from datasets import Features
-
-    try:
-        features = Features.from_arrow_schema(pyarrow.parquet.read_schema(file))
-    except (pyarrow.ArrowException, OSError) as error:
-        raise tables.no_parquet(file, error) from None
-    return _names_of(features.get(task.target_column))
+    schema = columnar_files.read_schema(file)
+    return _names_of(tables.features_of(schema, file, (task.target_column,)).get(task.target_column))
 
 
 def _names_of(feature: object) -> tuple[str, ...]:
@@ -124,7 +119,29 @@ def _names_of(feature: object) -> tuple[str, ...]:
 
 def is_by_class(data: Path, split: str) -> bool:
     """Return whether a split is a folder of class folders rather than a file."""
-    return (data / split).is_dir() and not tables.find_split_files(data, split)
+    return class_folder(data, split) is not None
+
+
+def class_folder(data: Path, split: str) -> Path | None:
+    """Return the folder of a split's class folders; None if the split is a file. Raises TaskError for two folders."""
+    if not data.is_dir() or split_files.find_split_files(data, split):
+        return None
+    return split_files.find_split_folder(data, split)
+
+
+def locate_pictures(table: DatasetTable, column: str) -> DatasetTable:
+    """Return the table with its images' names as paths from its folder, see `picture_paths`."""
+    if getattr(table.rows.features[column], "dtype", "") not in ("string", "large_string"):
+        return table
+    try:
+        names = table.rows.select(range(min(picture_paths.NAMES, len(table.rows))))[column]
+    except (ValueError, OverflowError):  # a text that is not UTF-8; the row's own reading says where
+        return table
+    found = picture_paths.find_pictures(names, column, Path(table.folder))
+    if found is None:
+        return table
+    note(f'"{table.folder}": the pictures that column "{column}" names are {found.describe()}')
+    return replace(table, rows=found.apply(table.rows, column))
 
 
 def _read_path(path: str, example: Example, column: str) -> bytes:
@@ -176,26 +193,21 @@ def scan_class_folders(folder: Path) -> ClassFolders:
     Raises:
         TaskError: there is no image.
     """
-    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not _is_of_a_system(path.name))
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not is_made_by_system(path.name))
     images = list[Path]()
-    unread = [path for path in sorted(folder.iterdir()) if path.is_file() and not _is_of_a_system(path.name)]
+    unread = [path for path in sorted(folder.iterdir()) if path.is_file() and not is_made_by_system(path.name)]
     for name in names:
         for path in sorted((folder / name).rglob("*")):
-            if path.is_file() and not any(map(_is_of_a_system, path.relative_to(folder).parts)):
-                (images if path.suffix.lower() in SUFFIXES else unread).append(path)
+            if path.is_file() and not any(map(is_made_by_system, path.relative_to(folder).parts)):
+                (images if path.suffix.lower() in IMAGE_SUFFIXES else unread).append(path)
     found = ClassFolders(tuple(names), tuple(images), tuple(unread))
     if not images:
-        others = found.describe_unread()
+        others, endings = found.describe_unread(), ", ".join(sorted(IMAGE_SUFFIXES))
         raise TaskError(
-            f'task.data: expected images at <class>/<name> in "{folder}", ending in {", ".join(sorted(SUFFIXES))}, '
-            f"found none in {', '.join(names[:8]) or 'no folder'}{f', and {others}' if others else ''}; add them"
+            f'task.data: expected images at <class>/<name> in "{folder}", ending in {endings}, found none in '
+            f"{', '.join(names[:8]) or 'no folder'}{f', and {others}' if others else ''}; add them"
         )
     return found
-
-
-def _is_of_a_system(name: str) -> bool:
-    """Return whether a file or folder is one that operating systems and archives make, or is hidden."""
-    return name.startswith(".") or name.lower() in _SYSTEM_NAMES
 
 
 def _by_class(folder: Path, task: TaskConfig) -> DatasetTable:
@@ -204,7 +216,7 @@ def _by_class(folder: Path, task: TaskConfig) -> DatasetTable:
 
     found = scan_class_folders(folder)
     if unread := found.describe_unread():
-        log.warning('task.data: "%s": %s', folder, unread)
+        note(f'"{folder}": {unread}')
     paths = [str(file.relative_to(folder)) for file in found.images]
     columns = {task.image_column: paths}
     for column in sorted({task.target_column, task.label_column} - {task.image_column}):

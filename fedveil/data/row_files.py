@@ -25,14 +25,24 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, final
 
+from fedveil.data.columnar_files import COLUMNAR_SUFFIXES
 from fedveil.data.row_values import as_text, describe_value
 from fedveil.errors import TaskError
 from fedveil.sanitize import sanitize
 
-__all__ = ["ENCODINGS", "SUFFIXES", "TEXT_SUFFIXES", "RowFile", "describe_columns", "parse_line", "row_suffix"]
+__all__ = [
+    "ENCODINGS",
+    "SUFFIXES",
+    "TEXT_SUFFIXES",
+    "RowFile",
+    "describe_columns",
+    "has_header",
+    "parse_line",
+    "row_suffix",
+]
 
 TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
-SUFFIXES = (*TEXT_SUFFIXES, *(f"{suffix}.gz" for suffix in TEXT_SUFFIXES), ".parquet")
+SUFFIXES = (*TEXT_SUFFIXES, *(f"{suffix}.gz" for suffix in TEXT_SUFFIXES), *COLUMNAR_SUFFIXES)
 ENCODINGS = (
     "utf-8", "utf-16", "utf-16-le", "utf-16-be", "cp1250", "cp1251", "cp1252", "cp1253", "cp1254", "cp1257", "cp850",
     "latin-1", "iso8859-2", "iso8859-15", "mac-roman", "koi8-r", "gb18030", "shift-jis", "euc-kr",
@@ -62,9 +72,14 @@ def row_suffix(file: Path) -> str:
     return next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if name.endswith(suffix)), "")
 
 
+def has_header(file: Path) -> bool:
+    """Return whether the first line of a file names its columns."""
+    return row_suffix(file).removesuffix(".gz") in (".csv", ".tsv")
+
+
 def describe_columns(file: Path, names: Sequence[str]) -> str:
     """Return the names of a file's columns for an error; of CSV their number, as its first line may be a row."""
-    if row_suffix(file).removesuffix(".gz") in (".csv", ".tsv"):
+    if has_header(file):
         return f"{len(names):,} other names in its first line, which a CSV file needs"
     return sanitize(", ".join(names))
 

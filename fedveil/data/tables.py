@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import logging
 import math
 import operator
 import os
@@ -18,7 +17,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, final, overload
+from typing import TYPE_CHECKING, Any, final, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,27 +25,28 @@ from typing_extensions import override
 
 from fedveil import paths
 from fedveil.contract.task import DatasetShard, Example, ExampleOrigin
-from fedveil.data import partition
-from fedveil.data.row_files import ENCODINGS, SUFFIXES, RowFile, describe_columns, row_suffix
+from fedveil.data import columnar_files, partition
+from fedveil.data.columnar_files import is_columnar
+from fedveil.data.reading_notes import note
+from fedveil.data.row_files import RowFile, describe_columns, has_header
 from fedveil.data.row_values import describe_value
+from fedveil.data.split_files import describe_layout, describe_unread, split_files
 from fedveil.errors import StateError, TaskError
+from fedveil.sanitize import sanitize
 
 if TYPE_CHECKING:
     import pyarrow  # type: ignore[import-untyped]
-    from datasets import Dataset
+    from datasets import Dataset, Features
 
-    from fedveil.config import RunConfig
+    from fedveil.config import RunConfig, TaskConfig
+    from fedveil.contract.task import TaskInfo
 
-__all__ = ["DatasetTable", "TableSelection", "read_split", "read_table", "split_file"]
+__all__ = ["DatasetTable", "TableSelection", "read_files", "read_for_task", "read_split", "read_table"]
 
-_SPLITS = ("train", "test")
-_OTHER_SPLITS = ("validation", "valid", "val", "dev")  # which no task reads
-_TABULAR = {*SUFFIXES, ".arrow", ".feather", ".xlsx", ".xls"}
-_MOST_NAMES = 8  # of files, in a message
-log = logging.getLogger("fedveil.data")
 _PARSED = 10_000  # rows of a text file that are added to the table together
 _CONVERSATIONS = ("messages", "conversations")  # usual names of their column
 _KINDS = {str: "texts", bool: "true or false", int: "numbers", float: "numbers", list: "lists", dict: "objects"}
+_NOT_IN_DATASETS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _AT_ONCE = 256  # rows that are Python objects at a time: few, because they may be images
 
 
@@ -137,16 +137,64 @@ class TableSelection(Sequence[Example]):
 
 
 def read_split(
-    data: Path, split: str, columns: tuple[str, ...], scratch: Path | None = None, texts: tuple[str, ...] = ()
+    data: Path,
+    split: str,
+    columns: tuple[str, ...],
+    scratch: Path | None = None,
+    texts: tuple[str, ...] = (),
+    others: tuple[str, ...] | None = None,
 ) -> DatasetTable:
-    """Return the rows of the split's file; see `read_table`. Raises TaskError like `split_file` and `read_table`."""
-    file = split_file(data, split)
-    if unread := describe_unread(data):
-        log.warning('task.data: "%s": %s', data, unread)
-    if how := describe_reading(file):
-        log.warning('task.data: "%s": %s', file, how)
-    rows = read_table(file, columns, scratch, texts)
-    return DatasetTable(rows, lambda i: ExampleOrigin(str(file), i + 1), str(file.parent))
+    """Return the rows of the split's files; see `read_table`.
+
+    Args:
+        others: columns that are read where the files have them; None for all columns.
+
+    Raises:
+        TaskError: like `split_files` and `read_table`.
+    """
+    files = split_files(data, split)
+    note_reading(data, split, files)
+    return read_files(files, columns, scratch, texts, None if others is None else (*columns, *others))
+
+
+def read_files(
+    files: Sequence[Path],
+    columns: tuple[str, ...],
+    scratch: Path | None = None,
+    texts: tuple[str, ...] = (),
+    only: tuple[str, ...] | None = None,
+) -> DatasetTable:
+    """Return the rows of the files of one split; see `read_table`."""
+    rows, counts = _read(tuple(files), columns, scratch, texts, only)
+    ends = np.cumsum(counts)
+
+    def origin(index: int) -> ExampleOrigin:
+        at = int(np.searchsorted(ends, index, side="right"))
+        return ExampleOrigin(str(files[at]), index + 1 - (int(ends[at - 1]) if at else 0))
+
+    return DatasetTable(rows, origin, str(files[0].parent))
+
+
+def read_for_task(
+    data: Path, split: str, info: TaskInfo, task: TaskConfig, scratch: Path | None = None
+) -> DatasetTable:
+    """Return the rows of a split with the columns that a task uses. The others are not parsed, and may hold anything.
+
+    Raises:
+        TaskError: like `read_split`.
+    """
+    return read_split(data, split, info.columns(task), scratch, info.texts(task), (task.label_column,))
+
+
+def note_reading(data: Path, split: str, files: Sequence[Path]) -> None:
+    """Note which files are read and which are not, and how texts are read. Raises TaskError like `describe_reading`."""
+    for text in (describe_layout(data, split, files), describe_unread(data, split)):
+        if text:
+            note(f'"{data}": {text}')
+    for text in dict.fromkeys(map(describe_reading, files)):
+        if text:
+            first = next(file for file in files if describe_reading(file) == text)
+            note(f'"{first}": {text}')
 
 
 @contextlib.contextmanager
@@ -158,61 +206,13 @@ def columns_named_by(key: str) -> Iterator[None]:
         raise TaskError(str(error).replace("task.data:", f"{key}:", 1)) from None
 
 
-def digest_file(file: Path) -> str:
-    """Return the SHA-256 of a data file."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def split_file(data: Path, split: str) -> Path:
-    """Return the file of `split` in the folder `data`, or `data` itself if it is a file.
-
-    Raises:
-        TaskError: neither exists, or the file has an unknown format.
-    """
-    if data.is_file():
-        if not row_suffix(data):
-            raise TaskError(f'task.data: expected a file ending in {", ".join(SUFFIXES)}, found "{data}"; convert it')
-        return data
-    if not data.is_dir():
-        raise TaskError(f'task.data: expected a folder or file of rows, found none at "{data}"; correct the path')
-    files = find_split_files(data, split)
-    if len(files) > 1:
-        raise TaskError(
-            f'task.data: expected one file of the split "{split}" in "{data}", found '
-            f"{' and '.join(str(file.relative_to(data)) for file in files)}; remove one"
-        )
-    if files:
-        return files[0]
-    raise TaskError(
-        f'task.data: expected a file of the split "{split}" in "{data}", such as {split}.jsonl, {split}.csv or '
-        f"{split}.parquet, found {', '.join(sorted(p.name for p in data.iterdir())[:8]) or 'nothing'}; add the file or "
-        "name another folder"
-    )
-
-
-def find_split_files(data: Path, split: str) -> list[Path]:
-    """Return the files of a split in the folder `data`: their names are the split's, in any case, with an ending.
-
-    An encoding may stand between: train.cp1252.csv. The metadata of an image folder, <split>/metadata.*, is such a
-    file too, as for `datasets`; its paths are relative to it.
-    """
-    files = [file for file in sorted(data.iterdir()) if file.is_file() and _stem_of(file) == split.lower()]
-    folder = data / split
-    inner = sorted(folder.iterdir()) if folder.is_dir() else []
-    return files + [file for file in inner if file.is_file() and _is_metadata(file)]
-
-
-def _is_metadata(file: Path) -> bool:
-    suffix = row_suffix(file)
-    return bool(suffix) and file.name.lower().removesuffix(suffix) == "metadata"
-
-
-def _stem_of(file: Path) -> str:
-    """Return the name of a file of rows without ending and encoding, in lower case; "" for another file."""
-    suffix = row_suffix(file)
-    stem, _, encoding = file.name.lower().removesuffix(suffix).partition(".")
-    return stem if suffix and encoding in ("", *ENCODINGS) else ""
+def digest_files(files: Sequence[Path]) -> str:
+    """Return a digest of the names, the order and the content of data files."""
+    hasher = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            hasher.update(f"{file.name}\n".encode() + hashlib.file_digest(opened, "sha256").digest())
+    return hasher.hexdigest()
 
 
 def describe_reading(file: Path, most: int = 0) -> str:
@@ -221,52 +221,89 @@ def describe_reading(file: Path, most: int = 0) -> str:
     Raises:
         TaskError: they are not certain.
     """
-    return "" if row_suffix(file) == ".parquet" else RowFile(file, most=most).describe()
-
-
-def describe_unread(data: Path) -> str:
-    """Return the files and folders of examples in the folder `data` that no split is read from; "" if there is none."""
-    if not data.is_dir():
-        return ""
-    names = sorted(path.name for path in data.iterdir() if not path.name.startswith(".") and _is_unread(path))
-    more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
-    return f"not read: {', '.join(names[:_MOST_NAMES])}{more}" if names else ""
-
-
-def _is_unread(path: Path) -> bool:
-    stem = path.name.partition(".")[0].lower()
-    if path.is_dir():
-        return stem in _OTHER_SPLITS
-    tabular = any(f".{ending}" in _TABULAR for ending in path.name.lower().split(".")[1:])
-    return tabular and _stem_of(path) not in _SPLITS
+    return "" if is_columnar(file) else RowFile(file, most=most).describe()
 
 
 def read_table(
-    file: Path, columns: tuple[str, ...], scratch: Path | None = None, texts: tuple[str, ...] = ()
+    files: Path | Sequence[Path],
+    columns: tuple[str, ...],
+    scratch: Path | None = None,
+    texts: tuple[str, ...] = (),
+    only: tuple[str, ...] | None = None,
 ) -> Dataset:
-    """Read all rows of `file` into memory or, with a private folder `scratch`, mapped from an unnamed file in it.
+    """Read all rows of the files into memory or, with a private folder `scratch`, mapped from an unnamed file in it.
 
-    Numbers in the columns `texts` become text, as written in the file, so that 1 stays "1" among 2.5.
+    Numbers in the columns `texts` become text, as written in the file, so that 1 stays "1" among 2.5. Of other columns
+    than `only`, nothing is parsed; None stands for all.
 
     This bypasses the cache of `datasets`: a site may have no writable one, and many processes would share it.
 
     Raises:
-        TaskError: a line or the file cannot be read, there is no row, or one of `columns` is missing.
+        TaskError: a line or a file cannot be read, there is no row, one of `columns` is missing, or the files of a
+            split have different columns.
         StateError: `scratch` cannot be written.
     """
+    return _read((files,) if isinstance(files, Path) else tuple(files), columns, scratch, texts, only)[0]
+
+
+def _read(
+    files: tuple[Path, ...],
+    columns: tuple[str, ...],
+    scratch: Path | None,
+    texts: tuple[str, ...],
+    only: tuple[str, ...] | None,
+) -> tuple[Dataset, list[int]]:
+    """Return the rows of the files, and the number of rows of each."""
     from datasets import Dataset
 
-    table = (_parquet if row_suffix(file) == ".parquet" else _text_file)(file, scratch, texts)
+    reader = _TableReader(files, texts, only)
+    table = reader.read(scratch, columns)
     if table is None or not len(table):
-        raise TaskError(f'task.data: expected at least one row in "{file}", found none; add rows')
-    require_columns(columns, table.column_names, file)
-    return Dataset(table, fingerprint=secrets.token_hex(8))  # otherwise `datasets` would hash the whole table
+        where = f'"{files[0]}"' + (f" and {len(files) - 1:,} more files" if len(files) > 1 else "")
+        raise TaskError(f"task.data: expected at least one row in {where}, found none; add rows")
+    require_columns(columns, list(reader.names), files[0])
+    features_of(table.schema, files[0], table.schema.names)
+    # Without a fingerprint, `datasets` would hash the whole table.
+    return Dataset(table, fingerprint=secrets.token_hex(8)), reader.counts
 
 
-def no_parquet(file: Path, error: Exception) -> TaskError:
-    """Return the error for a file that is damaged or is not Parquet. The library's own text may quote a value."""
-    reason = (isinstance(error, OSError) and error.strerror) or "it is damaged or in a different format"
-    return TaskError(f'task.data: cannot read "{file}" as Parquet: {reason}; write it again')
+def features_of(schema: pyarrow.Schema, file: Path, columns: Sequence[str]) -> Features:
+    """Return the types that `datasets` has for columns of a file, without those that the file lacks.
+
+    Raises:
+        TaskError: a column has a type that `datasets` does not know, or is described as one that does not exist.
+    """
+    from datasets import Features
+
+    found = Features()
+    for name in columns:
+        if name not in schema.names:
+            continue
+        try:
+            described = _feature_of(schema, name, schema.metadata)
+        except _NOT_IN_DATASETS:
+            described = None
+        try:
+            _feature_of(schema, name, None)
+        except _NOT_IN_DATASETS:
+            raise TaskError(
+                f'task.data: expected texts, numbers, lists or images in column "{name}" of "{file}", found the '
+                f"Arrow type {sanitize(schema.field(name).type, 80)}; convert the column"
+            ) from None
+        if described is None:
+            raise TaskError(
+                f'task.data: expected the description of the columns that `datasets` writes in "{file}", found another '
+                "one; write the file again"
+            )
+        found[name] = described
+    return found
+
+
+def _feature_of(schema: pyarrow.Schema, name: str, metadata: object) -> Any:
+    import pyarrow
+    from datasets import Features
+
+    return Features.from_arrow_schema(pyarrow.schema([schema.field(name)], metadata))[name]
 
 
 def require_columns(columns: tuple[str, ...], names: Sequence[str], file: Path) -> None:
@@ -281,35 +318,106 @@ def require_columns(columns: tuple[str, ...], names: Sequence[str], file: Path) 
             )
 
 
-def _text_file(file: Path, scratch: Path | None, texts: tuple[str, ...]) -> pyarrow.Table | None:
-    # Not pyarrow's JSON reader: it turns text that looks like a date into timestamps.
-    import pyarrow
+@final
+class _TableReader:
+    """Reads the files of one split into one table.
 
-    try:
-        schemas: list[pyarrow.Schema] = []
-        table = _kept(_same(_text_tables(file, texts), schemas), scratch)
-        if len(schemas) < 2:
-            return table
-        return _kept(_text_tables(file, texts, pyarrow.unify_schemas(schemas, promote_options="permissive")), scratch)
-    except (pyarrow.ArrowException, OverflowError, UnicodeEncodeError):  # their texts quote values
-        raise _mixed(file, texts) from None
+    Args:
+        files: they have one format.
+        texts: columns whose numbers become text.
+        only: the columns that are parsed; None for all.
 
+    Attributes:
+        counts: the number of rows of each file that was read.
+        names: all column names of these files, also of columns that are not parsed.
+    """
 
-def _mixed(file: Path, texts: tuple[str, ...]) -> TaskError:
-    """Return the error for a text file whose rows do not fit into columns of one type each."""
-    kinds: dict[str, str] = {}
-    for number, row in enumerate(RowFile(file, texts), start=1):
-        for name, value in row.items():
-            kind = _KINDS.get(type(value), "")
-            if kind and kinds.setdefault(name, kind) != kind:
-                return TaskError(
-                    f'task.data: expected one type per column in "{file}", found {describe_value(value)} in column '
-                    f'"{name}" of row {number} and {kinds[name]} before it; correct the rows'
+    def __init__(self, files: tuple[Path, ...], texts: tuple[str, ...], only: tuple[str, ...] | None) -> None:
+        self._files, self._texts, self._only = files, texts, only
+        self.counts, self.names = [0] * len(files), dict[str, None]()
+
+    def read(self, scratch: Path | None, columns: tuple[str, ...]) -> pyarrow.Table | None:
+        """Return the table, or None for files without rows. Raises TaskError and StateError, see `read_table`."""
+        if is_columnar(self._files[0]):
+            return _kept(self._columnar_tables(columns, _PARSED if scratch is None else _AT_ONCE), scratch)
+        # Not pyarrow's JSON reader: it turns text that looks like a date into timestamps.
+        import pyarrow
+
+        try:
+            schemas: list[pyarrow.Schema] = []
+            table = _kept(_same(self._text_tables(), schemas), scratch)
+            if len(schemas) < 2:
+                return table
+            return _kept(self._text_tables(pyarrow.unify_schemas(schemas, promote_options="permissive")), scratch)
+        except (pyarrow.ArrowException, OverflowError, UnicodeEncodeError):  # their texts quote values
+            raise self._mixed() from None
+
+    def _is_parsed(self, name: str) -> bool:
+        return self._only is None or name in self._only
+
+    def _text_tables(self, schema: pyarrow.Schema | None = None) -> Iterator[pyarrow.Table]:
+        """Yield tables of _PARSED rows at a time, with inferred types or under a schema."""
+        import pyarrow
+
+        header: list[str] = []
+        for at, file in enumerate(self._files):
+            self.counts[at] = 0
+            rows = iter(RowFile(file, self._texts))
+            while part := list(itertools.islice(rows, _PARSED)):
+                self.counts[at] += len(part)
+                found = list(dict.fromkeys(name for row in part for name in row))
+                self.names |= dict.fromkeys(found)
+                header = header or found
+                if has_header(file) and found != header:  # Spark may write none, so that a row would be lost
+                    raise TaskError(
+                        f'task.data: expected the first line of "{self._files[0]}" in each file of the split, found '
+                        f'another one in "{file}"; write every file with the same column names'
+                    )
+                names = schema.names if schema is not None else [name for name in found if self._is_parsed(name)]
+                names = names or found[:1]  # a table without columns would have no rows
+                kinds = [schema and schema.field(name).type for name in names]
+                columns = [
+                    pyarrow.array([row.get(name) for row in part], kind)
+                    for name, kind in zip(names, kinds, strict=True)
+                ]
+                yield pyarrow.table(dict(zip(names, columns, strict=True)))
+
+    def _mixed(self) -> TaskError:
+        """Return the error for text files whose rows do not fit into columns of one type each."""
+        kinds: dict[str, str] = {}
+        for file in self._files:
+            for number, row in enumerate(RowFile(file, self._texts), start=1):
+                for name, value in row.items():
+                    kind = _KINDS.get(type(value), "") if self._is_parsed(name) else ""
+                    if kind and kinds.setdefault(name, kind) != kind:
+                        return TaskError(
+                            f'task.data: expected one type per column in "{file}", found {describe_value(value)} in '
+                            f'column "{name}" of row {number} and {kinds[name]} before it; correct the rows'
+                        )
+        return TaskError(
+            f'task.data: expected values of one type per column in "{self._files[0]}", integers within 64 bits and '
+            "texts in UTF-8, found different types or encodings; correct the rows"
+        )
+
+    def _columnar_tables(self, columns: tuple[str, ...], at_once: int) -> Iterator[pyarrow.Table]:
+        import pyarrow
+
+        first = None
+        for at, file in enumerate(self._files):
+            stored, self.counts[at] = columnar_files.read_schema(file), 0
+            self.names |= dict.fromkeys(stored.names)
+            require_columns(columns, stored.names, file)
+            names = [name for name in stored.names if self._is_parsed(name)] or stored.names
+            schema = pyarrow.schema([stored.field(name) for name in names], stored.metadata)
+            first = first or schema
+            if not schema.equals(first):
+                raise TaskError(
+                    f'task.data: expected the columns of "{self._files[0]}" in each file of the split, in the same '
+                    f'order and with the same types, found others in "{file}"; write the files alike'
                 )
-    return TaskError(
-        f'task.data: expected values of one type per column in "{file}", integers within 64 bits and texts in UTF-8, '
-        "found different types or encodings; correct the rows"
-    )
+            for table in columnar_files.iter_tables(file, names, at_once):
+                self.counts[at] += len(table)
+                yield _with_short_floats(table.replace_schema_metadata(first.metadata), self._texts)
 
 
 def _same(tables: Iterator[pyarrow.Table], schemas: list[pyarrow.Schema]) -> Iterator[pyarrow.Table]:
@@ -319,32 +427,6 @@ def _same(tables: Iterator[pyarrow.Table], schemas: list[pyarrow.Schema]) -> Ite
             schemas.append(table.schema)
         if len(schemas) == 1:
             yield table
-
-
-def _text_tables(file: Path, texts: tuple[str, ...], schema: pyarrow.Schema | None = None) -> Iterator[pyarrow.Table]:
-    """Yield tables of _PARSED rows of a file at a time, with inferred types or under a schema."""
-    import pyarrow
-
-    rows = iter(RowFile(file, texts))
-    while part := list(itertools.islice(rows, _PARSED)):
-        names = schema.names if schema is not None else list(dict.fromkeys(name for row in part for name in row))
-        columns = [pyarrow.array([row.get(name) for row in part], schema and schema.field(name).type) for name in names]
-        yield pyarrow.table(dict(zip(names, columns, strict=True)))
-
-
-def _parquet(file: Path, scratch: Path | None, texts: tuple[str, ...]) -> pyarrow.Table | None:
-    import pyarrow
-    import pyarrow.parquet  # type: ignore[import-untyped]
-
-    try:
-        if scratch is None:
-            return _with_short_floats(pyarrow.parquet.read_table(file), texts)
-        with pyarrow.parquet.ParquetFile(file) as opened:
-            schema = opened.schema_arrow
-            parts = (pyarrow.Table.from_batches([part], schema) for part in opened.iter_batches(_AT_ONCE))
-            return _kept((_with_short_floats(part, texts) for part in parts), scratch)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise no_parquet(file, error) from None
 
 
 def _with_short_floats(table: pyarrow.Table, texts: tuple[str, ...]) -> pyarrow.Table:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import final, overload
 
 import numpy as np
 from jaxtyping import Int32, Int64
 from typing_extensions import override
 
+from fedveil.contract.task import Example, ExampleOrigin
 from fedveil.data.batches import TokenExample
 
 Part = Mapping[str, np.ndarray]
@@ -18,6 +20,7 @@ KINDS: Mapping[str, str] = {
     "ids": "<i4", "lengths": "<i4", "starts": "<i4", "cuts": "<i4", "wholes": "<i4", "numbers": "<i8",
     "gaps": "<i4", "gap_counts": "<i4",
 }  # fmt: skip
+_FILE = 1 << 40  # more rows than a file has
 
 
 @final
@@ -26,8 +29,8 @@ class TokenizedDataset(Sequence[TokenExample]):
 
     Args:
         arrays: arrays by the names of KINDS: the concatenated tokens of all examples and, for each example, its number
-            of tokens, the start of its target, its `cut`, its number of tokens before it was cut, the row of the file
-            that it was read from (0 if none), and its number of gaps; "gaps" has the starts and ends of all gaps.
+            of tokens, the start of its target, its `cut`, its number of tokens before it was cut, its origin as
+            `pack_origins` returns it, and its number of gaps; "gaps" has the starts and ends of all gaps.
     """
 
     def __init__(self, arrays: Part) -> None:
@@ -79,6 +82,17 @@ def slice_part(rows: Sequence[TokenExample], numbers: Sequence[int]) -> Part:
         "gaps": np.array([bound for row in rows for gap in row.gaps for bound in gap], np.int32),
         "gap_counts": np.array([len(row.gaps) for row in rows], np.int32),
     }
+
+
+def pack_origins(examples: Iterable[Example], files: Sequence[Path]) -> list[int]:
+    """Return each example's row in its file, counted from 1, plus _FILE times the place of the file; 0 for no row."""
+    places = {str(file): place * _FILE for place, file in enumerate(files)}
+    return [each.origin.row + places.get(each.origin.file, 0) if each.origin else 0 for each in examples]
+
+
+def unpack_origins(numbers: Int64[np.ndarray, " rows"], files: Sequence[Path]) -> Iterator[ExampleOrigin]:
+    """Yield the origins that `pack_origins` packed for the same files."""
+    return (ExampleOrigin(str(files[number // _FILE]), number % _FILE) for number in map(int, numbers))
 
 
 def join_parts(parts: Iterable[Part]) -> Part:

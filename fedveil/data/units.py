@@ -29,17 +29,19 @@ from typing import Any
 
 from fedveil.config import RunConfig
 from fedveil.contract.task import DatasetShard, ExampleOrigin, PreparedData
-from fedveil.data import images, tables
-from fedveil.data.row_files import RowFile, describe_columns, row_suffix
+from fedveil.data import columnar_files, images, split_files
+from fedveil.data.columnar_files import is_columnar
+from fedveil.data.row_files import RowFile, describe_columns
 from fedveil.errors import TaskError
 
 __all__ = [
     "UnitCounts", "UnitRows", "count_rows", "count_units", "group_ids", "group_rows", "group_rows_of_run", "mark_rows",
-    "plain_id", "read_ids",
+    "plain_id", "read_ids", "read_ids_of_files",
 ]  # fmt: skip
 
 UnitRows = tuple[tuple[int, ...], ...]  # the indices of each unit's rows; every row is in one unit
 
+_AT_ONCE = 10_000  # rows
 log = logging.getLogger("fedveil.data")
 
 _LISTED = 10  # pairs of rows in an error
@@ -116,19 +118,35 @@ def _ids_of_rows(
     if images.is_by_class(data, split):
         raise TaskError(
             f'dp.unit-column: expected a file of rows with the column "{column}", found images in class folders in '
-            f'"{data / split}", which have no columns; write {split}.jsonl with the images\' paths'
+            f'"{split_files.find_split_folder(data, split)}", which have no columns; write {split}.jsonl with the '
+            "images' paths"
         )
-    file = tables.split_file(data, split)
-    ids = read_ids(file, column, has_blanks)
+    files = split_files.split_files(data, split)
+    ids_of_file = {
+        str(file): ids for file, ids in zip(files, read_ids_of_files(files, column, has_blanks), strict=True)
+    }
     chosen = []
     for origin in origins:
-        if origin is None or Path(origin.file) != file or not 1 <= origin.row <= len(ids):
+        ids = [] if origin is None else ids_of_file.get(origin.file, [])
+        if origin is None or not 1 <= origin.row <= len(ids):
             raise TaskError(
-                f'dp.unit-column: expected every example to be a row of "{file}", found {origin}; this task cannot '
-                "be trained by units"
+                f'dp.unit-column: expected every example to be a row of "{files[0].parent}", found {origin}; this task '
+                "cannot be trained by units"
             )
         chosen.append(ids[origin.row - 1])
     return chosen
+
+
+def read_ids_of_files(files: Sequence[Path], column: str, has_blanks: bool = False) -> list[list[str]]:
+    """Return the id of each row of each file of a split. Raises TaskError as `read_ids`, for all files together."""
+    found = [read_ids(file, column, has_blanks) for file in files]
+    if similar := _similar(each for ids in found for each in ids):
+        raise TaskError(
+            f'dp.unit-column: expected one spelling of each id in column "{column}" of all {len(files):,} files of the '
+            f'split, from "{files[0]}", found {len(similar)} ids with several (such as 7, 7.0 and 007, or a1 and A1); '
+            "write each person's id the same way in all files"
+        )
+    return found
 
 
 def group_ids(ids: Iterable[str]) -> UnitRows:
@@ -205,8 +223,8 @@ def _texts(file: Path, column: str) -> list[str]:
 
 
 def _values(file: Path, column: str) -> Sequence[Any]:
-    if row_suffix(file) == ".parquet":
-        return _parquet_values(file, column)
+    if is_columnar(file):
+        return _columnar_values(file, column)
     values, names = list[Any](), dict[str, None]()
     for row, plain in zip(RowFile(file, (column,)), RowFile(file), strict=True):  # numbers as they are written
         names |= dict.fromkeys(row)
@@ -216,18 +234,20 @@ def _values(file: Path, column: str) -> Sequence[Any]:
     return values
 
 
-def _parquet_values(file: Path, column: str) -> Sequence[Any]:
-    import pyarrow  # type: ignore[import-untyped]
-    import pyarrow.parquet  # type: ignore[import-untyped]
-
-    try:
-        names = pyarrow.parquet.read_schema(file).names
-        if column not in names:
-            raise _no_column(file, column, names)
-        values: Sequence[Any] = pyarrow.parquet.read_table(file, columns=[column])[column].to_pylist()
-        return values
-    except (pyarrow.ArrowException, OSError) as error:
-        raise tables.no_parquet(file, error) from None
+def _columnar_values(file: Path, column: str) -> Sequence[Any]:
+    names = columnar_files.read_schema(file).names
+    if column not in names:
+        raise _no_column(file, column, names)
+    values: list[Any] = []
+    for table in columnar_files.iter_tables(file, [column], _AT_ONCE):
+        try:
+            values += table.column(0).to_pylist()
+        except (ValueError, OverflowError):  # whose text may quote a value
+            raise TaskError(
+                f'dp.unit-column: cannot read column "{column}" of "{file}": a text is not UTF-8, or a date lies '
+                "beyond the year 9999; correct it"
+            ) from None
+    return values
 
 
 def _no_column(file: Path, column: str, names: Sequence[str]) -> TaskError:

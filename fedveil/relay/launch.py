@@ -128,7 +128,7 @@ def start_export(options: Mapping[str, Any], kit: Path | None) -> int:
     reporter = _told(name, state)
     paths.private_folder(state / "logs")
     config = state / f"{name}.toml"
-    config.write_text(format_toml({"site": name}))
+    config.write_text(format_toml({"site": name}), encoding="utf-8")
     env = single_user_environment(
         {**flower_environment(state / "flower"), poll_backoff.VARIABLE: str(poll)}, state / "programs"
     )

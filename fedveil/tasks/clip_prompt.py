@@ -147,7 +147,7 @@ class ClipPrompt(AdaptedTask):
             if len(waiting) == _AT_ONCE:
                 self._look(waiting)
         self._look(waiting)
-        images.log_conversions(conversions)
+        images.note_conversions(conversions)
         return [EncodedImage(self._points[digest], label) for digest, label in zip(digests, labels, strict=True)]
 
     def _look(self, waiting: dict[bytes, Any]) -> None:

@@ -182,7 +182,7 @@ class ImageClassification(AdaptedTask):
         for example in examples:
             labels.append(self._numbering.number(example))
             conversions.append(image_conversions(images.image_bytes(example, column), example.where))
-        images.log_conversions(conversions)
+        images.note_conversions(conversions)
         return ImageExamples(examples, labels, self._decoded)
 
     @override

@@ -188,7 +188,7 @@ class TextClassification(AdaptedTask):
     def examples(self, data: Path, split: str, share: DatasetShard | None = None) -> Examples:
         """Read the examples as `DatasetTable.examples` does. Class names that a Parquet file stores belong to them."""
         task = self.config.task
-        table = tables.read_split(data, split, INFO.columns(task), texts=INFO.texts(task))
+        table = tables.read_for_task(data, split, INFO, task)
         feature = table.rows.features[task.target_column]
         stored = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
         table = replace(table, class_names=tuple(stored or ()))

@@ -33,7 +33,6 @@ from fedveil.contract.param_spec import Weights
 from fedveil.contract.task import (
     DatasetShard,
     Example,
-    ExampleOrigin,
     Examples,
     PreparedData,
     Rows,
@@ -41,7 +40,16 @@ from fedveil.contract.task import (
     TaskInfo,
     loss_metric,
 )
-from fedveil.data import batches, dataset_cache, packing, prompt_template, tables, token_limits, tokenized_dataset
+from fedveil.data import (
+    batches,
+    dataset_cache,
+    packing,
+    prompt_template,
+    split_files,
+    tables,
+    token_limits,
+    tokenized_dataset,
+)
 from fedveil.data.batches import TokenBatch, TokenExample
 from fedveil.data.conversation_frame import ConversationFrame, conversation_frame
 from fedveil.data.conversations import Conversation, ConversationError, EmptyTurnError, read_conversation
@@ -135,8 +143,7 @@ class TextGeneration(causal_lm.CausalTask):
         return left
 
     def _table(self, data: Path, split: str, scratch: Path | None = None) -> tables.DatasetTable:
-        task = self.config.task
-        return tables.read_split(data, split, INFO.columns(task), scratch, INFO.texts(task))
+        return tables.read_for_task(data, split, INFO, self.config.task, scratch)
 
     @override
     def encode(self, examples: Examples) -> TokenizedDataset:
@@ -148,17 +155,18 @@ class TextGeneration(causal_lm.CausalTask):
         self, data: Path, split: str, share: DatasetShard | None = None, shelf: Path | None = None
     ) -> PreparedData:
         """Prepare as `encode` does; with a `shelf`, map the examples from it, or prepare them if it lacks them."""
-        file, print_ = tables.split_file(data, split), self._tokens.fingerprint if shelf else ""
+        files, print_ = split_files.split_files(data, split), self._tokens.fingerprint if shelf else ""
         if self.config.task.empty_texts == "drop":
             shelf = None  # a cached set would not say how many rows it lacks
-        content = tables.digest_file(file) if print_ else ""
+        content = tables.digest_files(files) if print_ else ""
 
         def parts() -> Iterator[tokenized_dataset.Part]:
             table = self._table(data, split, shelf)
-            yield from self._parts_of(self._selected(table, split, share))
-            if content and tables.digest_file(file) != content:
+            yield from self._parts_of(self._selected(table, split, share), files)
+            if content and tables.digest_files(files) != content:
                 raise TaskError(
-                    f'task.data: expected "{file}" to stay unchanged while it is read, found a change; start again'
+                    f'task.data: expected "{files[0].parent}" to stay unchanged while it is read, found a change; '
+                    "start again"
                 )
 
         if shelf is None or not content:
@@ -170,17 +178,19 @@ class TextGeneration(causal_lm.CausalTask):
             if self.config.task.messages_column:
                 key |= {"template": str(self.base.tokenizer.chat_template)}
             cache = dataset_cache.DatasetCache(shelf, tokenized_dataset.KINDS)
-            rows = TokenizedDataset(cache.find(key) or cache.put(key, parts()))
+            if (stored := cache.find(key)) is not None:
+                tables.note_reading(data, split, files)
+            rows = TokenizedDataset(stored or cache.put(key, parts()))
         self._require_whole(rows)
-        origins = lambda: (ExampleOrigin(str(file), int(number)) for number in rows.numbers)  # noqa: E731
+        origins = lambda: tokenized_dataset.unpack_origins(rows.numbers, files)  # noqa: E731
         return PreparedData(rows, origins, self._dropped, self.find_cut(rows))
 
     @override
     def find_cut(self, rows: Rows) -> Bool[np.ndarray, " rows"]:
         return rows.cuts > 0 if isinstance(rows, TokenizedDataset) else super().find_cut(rows)
 
-    def _parts_of(self, examples: Examples) -> Iterator[tokenized_dataset.Part]:
-        """Yield the encoded examples in parts; the next part is tokenized meanwhile."""
+    def _parts_of(self, examples: Examples, files: Sequence[Path] = ()) -> Iterator[tokenized_dataset.Part]:
+        """Yield the encoded examples, of these files, in parts; the next part is tokenized meanwhile."""
 
         def tokenised(part: list[Example]) -> tuple[list[Example], list[tuple[Source, str]], list[MarkedTokens]]:
             texts = [self.read_texts(example) for example in part]
@@ -196,7 +206,7 @@ class TextGeneration(causal_lm.CausalTask):
             read = [source for source, _ in texts if isinstance(source, Conversation)]
             forms.update(source.form for source in read)
             unanswered += sum(source.unanswered for source in read)
-            yield tokenized_dataset.slice_part(rows, [example.origin.row if example.origin else 0 for example in part])
+            yield tokenized_dataset.slice_part(rows, tokenized_dataset.pack_origins(part, files))
         if forms:
             log.warning(
                 'task.messages-column = "%s": %s; in %d of them the last turn has no answer and is left out',

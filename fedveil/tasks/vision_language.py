@@ -148,9 +148,8 @@ class VisionLanguage(causal_lm.CausalTask):
 
     @override
     def examples(self, data: Path, split: str, share: DatasetShard | None = None) -> Examples:
-        return tables.read_split(
-            data, split, INFO.columns(self.config.task), texts=INFO.texts(self.config.task)
-        ).examples(split, share, self.config)
+        table = tables.read_for_task(data, split, INFO, self.config.task)
+        return decoding.locate_pictures(table, self.config.task.image_column).examples(split, share, self.config)
 
     @override
     def encode(self, examples: Examples) -> list[ImageTextExample]:
@@ -161,7 +160,7 @@ class VisionLanguage(causal_lm.CausalTask):
             ConfigError: a prompt that leaves no room for an answer.
         """
         asked = [self._asked(example, _reading(examples, i)) for i, example in enumerate(examples)]
-        decoding.log_conversions([image_conversions(each.image(), each.where) for each in asked])
+        decoding.note_conversions([image_conversions(each.image(), each.where) for each in asked])
         return [row for of_image in self._encoded(asked) for row in of_image]
 
     def _encoded(self, asked: Sequence[_Asked]) -> list[list[ImageTextExample]]:

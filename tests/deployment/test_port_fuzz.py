@@ -111,7 +111,7 @@ class PortBattle(Battle):
         if self._damage.random() > DAMAGED:
             return self.callers[ROGUE](name, request)
         try:
-            answer = self.callers[ROGUE].send(name, fuzz.damage(request.SerializeToString(), self._damage))
+            answer = self.callers[ROGUE].send(name, fuzz.mutate_bytes(request.SerializeToString(), self._damage))
         except AnswerError as error:
             self.damaged[name, error.status] += 1
             raise AnswerError(400) from None  # what is told to one who sends no message concerns nobody else

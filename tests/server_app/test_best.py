@@ -100,7 +100,7 @@ def test_final_holds_the_best_round_s_model_and_says_so(runs):
     assert best_state.scalars["loop"]["round"] == 3
     rows = [json.loads(line) for line in (runs.at / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert {row["round"]: row["weights"] for row in rows if "weights" in row}[3] == runs.final("whole")
-    assert runs.status("whole")["best"] == {"round": 3, "metric": "loss", "value": 0.9, "kept": True}
+    assert runs.status("whole")["best"] == {"round": 3, "metric": "loss", "value": 0.9, "kept": True, "split": "test"}
     assert runs.status("whole")["final"]["round"] == 3
     assert runs.status("whole")["reason"] == ""
     assert "best" not in runs.status("last")

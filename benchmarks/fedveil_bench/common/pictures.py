@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.data import tables
+from fedveil.data.split_files import split_files
 from fedveil.testing.pretraining import CHOICES, caption, is_public
 from fedveil_bench.common import data
 
@@ -73,13 +74,13 @@ def load_examples(name: str, split: str) -> list[Example]:
 
 
 def _parquet(folder: str, split: str) -> list[Example]:
-    table = tables.read_table(tables.split_file(data.find_data_folder(folder), split), ("image",))
+    table = tables.read_table(split_files(data.find_data_folder(folder), split), ("image",))
     found: list[Example] = table.to_list()
     return found
 
 
 def _class_names(folder: str, split: str) -> list[str]:
-    table = tables.read_table(tables.split_file(data.find_data_folder(folder), split), ("label",))
+    table = tables.read_table(split_files(data.find_data_folder(folder), split), ("label",))
     return list(table.features["label"].names)
 
 

@@ -28,6 +28,7 @@ from fedveil.contract.task import DatasetShard, Example
 from fedveil.contract.trainer import Trainer
 from fedveil.data import partition
 from fedveil.data import tables as files
+from fedveil.data.split_files import split_files
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.in_process import InProcessFederation
@@ -116,7 +117,7 @@ def load_sites(settings: Mapping[str, Any], seed: int, options: BenchOptions) ->
     # Patches if a row of the table needs them; all others use only the first point.
     transport = any(_form(row) == "transport" for row in settings.get("rows", {}).values())
     widest = f"adapter = {{form = '{'transport' if transport else 'sum'}'}}"
-    found = files.read_table(files.split_file(folder, "train"), ("label",)).features["label"].names
+    found = files.read_table(split_files(folder, "train"), ("label",)).features["label"].names
     names = [settings.get("called", {}).get(name, name) for name in found]
     kinds = list(dict.fromkeys(names))
     kept = sorted(random.Random(seed).sample(kinds, settings.get("classes", len(kinds))))

@@ -15,21 +15,34 @@ from pathlib import Path
 from fedveil import tasks
 from fedveil.client_app.node_config import SiteConfig
 from fedveil.client_app.policy.site_policy import policy_of_site as of_policy
-from fedveil.config import TaskConfig
+from fedveil.client_app.site_columns import apply_site_columns, describe_site_columns, name_site_columns
+from fedveil.config import RunConfig, TaskConfig
 from fedveil.console.doctor.checks import CheckResult, run_check
 from fedveil.contract.task import Example, ExampleOrigin, class_metrics
-from fedveil.data import file_probe, images, tables
+from fedveil.data import file_probe, images, picture_paths, split_files, tables
 from fedveil.data.class_names import ClassNumbering, format_class_names
 from fedveil.data.image_decoding import describe_conversions, image_conversions
-from fedveil.errors import ConfigError, FedVeilError, PolicyError
+from fedveil.data.row_values import filled_text
+from fedveil.errors import ConfigError, FedVeilError, PolicyError, TaskError
 
 _MOST_IMAGES = 1000  # of which the header is read
+_EMPTY = "rows without one, the first is"
 
 
-def check_site_data(folder: str, task: TaskConfig, counted: list[int]) -> CheckResult:
-    """Check a site's training examples, and store their number in `counted`."""
+def is_readable(result: CheckResult) -> bool:
+    """Return whether the rows of checked data can be read, though some may lack a text."""
+    return result.verdict == "ok" or _EMPTY in result.text
+
+
+def check_site_data(site: SiteConfig, config: RunConfig, counted: list[int]) -> CheckResult:
+    """Check a site's training examples under its own column names, and store their number in `counted`."""
+    task = config.task
     try:
-        return _rows("data", Path(folder), "train", task, counted)
+        own = apply_site_columns(config, site.columns)
+        with name_site_columns(config, site):
+            found = _rows("data", Path(site.data), "train", own.task, counted)
+        said = describe_site_columns(config, site.columns)
+        return replace(found, text=f"{found.text}; {said}") if said else found
     except FedVeilError as error:
         if task != TaskConfig():
             raise
@@ -66,8 +79,8 @@ def check_run_data(task: TaskConfig, counted: list[int]) -> Iterator[CheckResult
 
 def _rows(name: str, data: Path, split: str, task: TaskConfig, counted: list[int]) -> CheckResult:
     info = tasks.task_info(task.name)
-    columns, folder = info.columns(task), data / split
-    if info.metrics is class_metrics and images.is_by_class(data, split):
+    columns = info.columns(task)
+    if info.metrics is class_metrics and (folder := images.class_folder(data, split)):
         table = images.image_table(data, split, task)
         count = len(table.rows)
         counted += [count]
@@ -75,19 +88,49 @@ def _rows(name: str, data: Path, split: str, task: TaskConfig, counted: list[int
         unread = images.scan_class_folders(folder).describe_unread()
         said = f"{f'; {unread}' if unread else ''}{_conversions(chosen, task)}{_class_names(data, split, task)}"
         return CheckResult(name, "ok", f"{count:,} images in the folders of {folder}{said}")
-    file = tables.split_file(data, split)
-    probe = file_probe.probe_file(file, columns, info.texts(task))
+    files = split_files.split_files(data, split)
+    probe = file_probe.probe_files(files, columns, info.texts(task), (task.label_column,))
     counted += [probe.rows] if probe.is_whole else []
     more = "" if probe.is_whole else "or more "
-    said = "".join(f"; {each}" for each in (file_probe.describe_reading(file), tables.describe_unread(data)) if each)
+    readings = dict.fromkeys(map(file_probe.describe_reading, files))
+    layout = split_files.describe_layout(data, split, files), split_files.describe_unread(data, split)
+    said = "".join(f"; {each}" for each in (*layout, *readings) if each)
+    if info.drops and file_probe.is_small(files):
+        said += _empty_texts(files, columns, task)
     if task.image_column in columns:
-        base = str(file.parent)
-        first = file_probe.first_rows(file, task.image_column, _MOST_IMAGES)
-        chosen = (Example({task.image_column: value}, ExampleOrigin(str(file), row), base) for value, row in first)
-        said += _conversions(chosen, task)
+        said += _pictures(files[0], task)
     if info.metrics is class_metrics and task.image_column in columns:
         said += _class_names(data, split, task)
-    return CheckResult(name, "ok", f"{probe.rows:,} examples {more}in {file}, with {', '.join(columns)}{said}")
+    return CheckResult(name, "ok", f"{probe.rows:,} examples {more}in {files[0]}, with {', '.join(columns)}{said}")
+
+
+def _empty_texts(files: Sequence[Path], columns: tuple[str, ...], task: TaskConfig) -> str:
+    """Return how many rows a run leaves out, because they lack a text. Raises TaskError if it would refuse them.
+
+    A column of a template may be empty.
+    """
+    required = (task.target_column,) if task.source_template else columns
+    table = tables.read_files(files, required, texts=required, only=required)
+    rows = zip(*(table.rows[column] for column in required), strict=True)
+    places = [number for number, values in enumerate(rows) if None in map(filled_text, values)]
+    empty = len(places)
+    if empty and task.empty_texts == "refuse":
+        where = Example({}, table.origin(places[0])).where
+        raise TaskError(
+            f"task.data: expected a text in {' and '.join(required)} of every row, found {empty:,} {_EMPTY} {where}; "
+            'correct them, or set task.empty-texts = "drop"'
+        )
+    return f"; {empty:,} rows without a text are left out" if empty else ""
+
+
+def _pictures(file: Path, task: TaskConfig) -> str:
+    """Return where the images of a file lie, and how they are converted. Raises TaskError for one that is no image."""
+    column, base = task.image_column, file.parent
+    first = list(file_probe.first_rows(file, column, _MOST_IMAGES))
+    place = picture_paths.find_pictures((value for value, _ in first), column, base)
+    path_of = place.path_of if place else lambda value: value
+    chosen = [Example({column: path_of(value)}, ExampleOrigin(str(file), row), str(base)) for value, row in first]
+    return (f"; the pictures are {place.describe()}" if place else "") + _conversions(chosen, task)
 
 
 def _class_names(data: Path, split: str, task: TaskConfig) -> str:

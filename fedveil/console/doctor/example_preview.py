@@ -20,9 +20,10 @@ from fedveil import strategies, tasks
 from fedveil.config import RunConfig
 from fedveil.console.doctor.checks import CheckResult
 from fedveil.contract.task import Example, ExampleOrigin, Examples, Rows
-from fedveil.data import file_probe, tables, token_limits
+from fedveil.data import file_probe, images, tables, token_limits
 from fedveil.data.row_values import filled_text
 from fedveil.data.source_template import SourceTemplate
+from fedveil.data.split_files import split_files
 from fedveil.errors import TaskError
 from fedveil.models import loading, sequence_classifier
 from fedveil.models.loaded_model import LoadedModel
@@ -113,12 +114,15 @@ def _base_of(task: TextTask) -> LoadedModel:
 def _first_examples(data: Path, split: str, config: RunConfig, most: int) -> list[Example]:
     """Return the first rows of a split. Of a large file only the start is read."""
     info = tasks.task_info(config.task.name)
-    columns, file = info.columns(config.task), tables.split_file(data, split)
-    if file_probe.is_small(file):
-        table = tables.read_split(data, split, columns, texts=info.texts(config.task))
+    columns, files = info.columns(config.task), split_files(data, split)
+    if file_probe.is_small(files):
+        table = tables.read_for_task(data, split, info, config.task)
+        if config.task.image_column in columns:
+            table = images.locate_pictures(table, config.task.image_column)
         every: Examples = table.examples(split, None, config)
         return list(every[: min(most, len(every))])
-    most = min(most, file_probe.probe_file(file, columns).rows)
+    file = files[0]
+    most = min(most, file_probe.probe_files(files[:1], columns).rows)
     values = [[value for value, _ in file_probe.first_rows(file, column, most)] for column in columns]
     return [
         Example(dict(zip(columns, row, strict=True)), ExampleOrigin(str(file), number), str(file.parent))

@@ -104,7 +104,7 @@ class FlowerCli:
 
         None means this installation's own app.
         """
-        with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
             file.write(format_toml(settings))
             file.flush()
             with copy_app(app) as copy:

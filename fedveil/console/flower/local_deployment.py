@@ -176,7 +176,7 @@ class LocalDeployment:
         file, submitted = self._status_files.get(run, (Path(), 0.0))
         with suppress(OSError, ValueError):
             if file.stat().st_mtime >= submitted:
-                return dict(json.loads(file.read_text()))
+                return dict(json.loads(file.read_text(encoding="utf-8")))
         return {}
 
     def server_log(self, run: int, lines: int = 15) -> str:
@@ -203,7 +203,7 @@ class LocalDeployment:
         link, config = f"127.0.0.1:{self._fleet_port}", self._write_node_config(name)
         command = supernode_command(link, self.folder / "ca.crt", self._key(name), port, config, secret)
         superexec = start_isolated(self.processes, name, command, env, port, secret)
-        site = parse_site(tomllib.loads(self._node_file(name).read_text()))
+        site = parse_site(tomllib.loads(self._node_file(name).read_text(encoding="utf-8")))
         if not self._own_waits:  # unmodified Flower has none, and its CPU seconds would be counted with it
             start_spare(site, superexec, self.processes.marked(name, env))
 
@@ -371,7 +371,7 @@ class LocalDeployment:
             pinned = self.folder / INSTRUCTION_KEYS
             config |= {"signing-key": str(self._signing_key(name)), "instruction-keys": str(pinned)}
         file = self._node_file(name)
-        file.write_text(format_toml({**config, **dict(site.node_config)}))
+        file.write_text(format_toml({**config, **dict(site.node_config)}), encoding="utf-8")
         return file
 
     def _node_file(self, name: str) -> Path:

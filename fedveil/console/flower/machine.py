@@ -13,7 +13,7 @@ from fedveil.console.flower.processes import LaunchError
 
 PORTS = range(20000, 32000)  # below the range that systems take for outgoing connections
 
-Value = bool | int | float | str
+Value = bool | int | float | str | Mapping[str, str]
 
 
 def format_toml(values: Mapping[str, Value]) -> str:
@@ -22,6 +22,8 @@ def format_toml(values: Mapping[str, Value]) -> str:
 
 
 def _toml_value(value: Value) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{json.dumps(key)} = {_toml_value(each)}' for key, each in value.items())}}}"
     if isinstance(value, bool):
         return str(value).lower()
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)

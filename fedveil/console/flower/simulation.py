@@ -55,7 +55,7 @@ class LocalSimulation:
             LaunchError: `flwr run` failed, or did not end in time.
         """
         file, (control, api) = self._folder / "run.toml", free_ports(2)
-        file.write_text(format_toml(settings))
+        file.write_text(format_toml(settings), encoding="utf-8")
         env = flower_environment(self._folder / "flower") | {
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "FLWR_LOCAL_CONTROL_API_PORT": str(control),

@@ -129,7 +129,7 @@ def write_refusals(folder: Path, programs: Iterable[str], permitted: str) -> Non
 def _write_script(script: Path, text: str) -> Path:
     script.parent.mkdir(parents=True, exist_ok=True)
     partial = script.with_name(f".{script.name}.{os.getpid()}.part")
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     partial.chmod(0o755)
     partial.replace(script)
     return script

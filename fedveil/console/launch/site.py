@@ -295,7 +295,9 @@ def prepare_site(start: SiteLauncher) -> tuple[Path, dict[str, str]]:
     name, state = start.node.site, start.node.state_dir
     site_lock.state_folder(state)
     config = state / f"{name}.toml"
-    config.write_text(format_toml(start.node.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    config.write_text(
+        format_toml(start.node.model_dump(mode="json", by_alias=True, exclude_unset=True)), encoding="utf-8"
+    )
     site_notes.note_federation(state, name, start.federation)
     (state / "logs").mkdir(mode=0o700, exist_ok=True)
     own = {

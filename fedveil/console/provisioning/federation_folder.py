@@ -176,7 +176,7 @@ class SiteRegistry:
         self.folder = folder
         self._file = registry_folder(folder) / "members.json"
         try:
-            content = json.loads(self._file.read_text())
+            content = json.loads(self._file.read_text(encoding="utf-8"))
             self.federation = FederationFile.model_validate(content["federation"])
             self.sites: dict[str, dict[str, Any]] = content["sites"]
             self.retired: dict[str, str] = content["retired"]

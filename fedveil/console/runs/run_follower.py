@@ -189,6 +189,7 @@ def closing_lines(folder: Path) -> list[str]:
     lines += [f"sites: {left}" for left in [per_site.sites_left(run)] if left]
     lines += [sanitize(words, 200) for words in (run.of_round, summary.is_unchanged(run)) if words]
     lines += [f"rows of {sanitize(words, 300)}" for words in per_site.incomplete_rows(run)[:_MOST_TOLD]]
+    lines += [f"test data: {sanitize(note, 400)}" for note in run.reading[:_MOST_TOLD]]
     if (folder / "final").is_dir():
         lines.append(f"model: {shlex.quote(sanitize((folder / 'final').absolute(), 1000))}")
     if summary.may_claim_privacy(run):

@@ -121,11 +121,19 @@ class RunView:
         best = self._said("best")
         if not best:
             return ""
-        number, value = int(best["round"]) + 1, f"{best['metric']} {float(best['value']):.6g}"
+        split = " on the validation split" if best.get("split") == "validation" else ", which the test split chose"
+        split = split if "split" in best else ""  # a run of an earlier version does not say
+        number, value = int(best["round"]) + 1, f"{best['metric']} {float(best['value']):.6g}{split}"
         if best.get("kept"):
             was = "is" if self._said("final") else "is so far"
             return f"the model {was} that of round {number}, with the best {value}"
         return f"the best {value} was after round {number}; the model is that of the last round"
+
+    @property
+    def reading(self) -> list[str]:
+        """Return the notes on how the server read its own data, such as conversions and files that it does not read."""
+        notes = self.status.get("reading")
+        return [str(note) for note in notes] if isinstance(notes, list) else []
 
     def _said(self, key: str) -> Row:
         value = self.status.get(key)
@@ -303,7 +311,7 @@ def _json(file: Path) -> Row:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text()
+        return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise StateError(f"{file}: expected UTF-8 text, found bytes in a different encoding ({error.reason})") from None
 

@@ -62,7 +62,7 @@ def read_samples(run: Path) -> list[SampleText]:
     try:
         if (size := file.stat().st_size) > _MOST_BYTES:
             raise ValueError(f"{size} bytes")
-        rows = json.loads(file.read_text())
+        rows = json.loads(file.read_text(encoding="utf-8"))
         names = ("prompt", "before", "after", "wanted")
         return [SampleText(*(str(row[name])[:_MOST_CHARACTERS] for name in names)) for row in rows[: 4 * _COUNT]]
     except (ValueError, KeyError, TypeError, RecursionError) as error:

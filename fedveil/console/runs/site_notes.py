@@ -25,7 +25,7 @@ def read_site_note(state_dir: Path, name: str, policy: str = "", key_file: str =
     """
     note = state_dir.expanduser() / f"{name}.toml"
     try:
-        site = parse_site(tomllib.loads(note.read_text())) if note.is_file() else SiteConfig()
+        site = parse_site(tomllib.loads(note.read_text(encoding="utf-8"))) if note.is_file() else SiteConfig()
     except RecursionError:
         raise ValueError(f"{note}: brackets nested too deeply") from None
     return site.model_copy(update={"policy": policy or site.policy, "key_file": key_file or site.key_file})

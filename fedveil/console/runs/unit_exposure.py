@@ -270,22 +270,33 @@ def find_unit(state_dir: Path, site: SiteConfig, unit: str, data: Path | None, c
     problems: dict[str, str] = {}
     if not data.exists():
         problems[data.name] = "it does not exist"
-    for file in list_row_files(data):
+    try:
+        every = list_row_files(data)
+    except FedVeilError as error:
+        every, problems[data.name] = [], str(error)
+    for file in every:
+        name = file.relative_to(data).as_posix() if file != data else file.name
         try:
-            files[file.name] = units.count_rows(file, column, plain)
+            files[name] = units.count_rows(file, column, plain)
         except (FedVeilError, OSError) as error:
-            problems[file.name] = str(error)
+            problems[name] = str(error)
     if not files and not problems:
         problems[data.name] = "it has no file of rows"
     return UnitRows(data, column, files, problems, since)
 
 
 def list_row_files(data: Path) -> list[Path]:
-    """Return the files of rows in a data folder, or the file itself; none if there are none."""
+    """Return the files of rows in a data folder, or the file itself; none if there are none.
+
+    Raises TaskError where it is unclear which files a split has.
+    """
     from fedveil.data.row_files import row_suffix
+    from fedveil.data.split_files import SPLIT_NAMES, find_split_files
 
     found = sorted(data.iterdir()) if data.is_dir() else [data]
-    return [file for file in found if file.is_file() and row_suffix(file)]
+    files = [file for file in found if file.is_file() and row_suffix(file)]
+    shards = [file for split in SPLIT_NAMES for file in find_split_files(data, split)] if data.is_dir() else []
+    return list(dict.fromkeys(files + shards))
 
 
 def read_id(unit: str) -> str:

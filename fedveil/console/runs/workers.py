@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from fedveil.client_app.worker.connection import NAME, Connection, WorkerRecord
 from fedveil.client_app.worker.registry import WorkerRegistry
 from fedveil.contract.row_counts import FIELDS, RowCounts
+from fedveil.data.reading_notes import MAX_NOTES
 from fedveil.sanitize import sanitize
 
 _POLL_SECONDS = 0.5
@@ -127,6 +128,16 @@ def last_row_counts(state_dir: Path) -> list[str]:
         counts = RowCounts.from_report(turn) if all(type(turn.get(name)) is int for name in FIELDS) else None
         if counts is not None:
             lines.append(f"{path.name}: in the last client round, {counts.words}")
+    return lines
+
+
+def last_readings(state_dir: Path) -> list[str]:
+    """Return a line for each note of a site below a state folder on how it read the data of its last client round."""
+    lines = []
+    for path in sorted((state_dir.expanduser() / "workers").glob("*")):
+        notes = _last(WorkerRegistry(state_dir, path.name).turns).get("reading")
+        if isinstance(notes, list):
+            lines += [f"{path.name}: {sanitize(note, 400)}" for note in notes[:MAX_NOTES]]
     return lines
 
 

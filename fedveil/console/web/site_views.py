@@ -19,7 +19,7 @@ from fedveil.console.runs.ledger_summary import (
 )
 from fedveil.console.runs.site_notes import noted_federation
 from fedveil.console.runs.site_permissions import read_permissions
-from fedveil.console.runs.workers import WorkerStatus, last_failures, last_row_counts, list_workers
+from fedveil.console.runs.workers import WorkerStatus, last_failures, last_readings, last_row_counts, list_workers
 from fedveil.console.web import safe_files
 from fedveil.console.web.background import BackgroundQueries, CachedAnswer
 from fedveil.console.web.components import LOG_HEAD, failure_count, format_time, log_rows, log_verdict, rounds_from_1
@@ -105,7 +105,8 @@ class SiteViews:
             "unbounded": ledger is not None and ledger.budget.epsilon == math.inf,
             "heard": self._heartbeats(), "permitted": read_permissions(self.state_dir, self.policy),
             "workers": [_row(worker) for worker in doing], "workers_why": why,
-            "failures": last_failures(self.state_dir), "rows": last_row_counts(self.state_dir),
+            "failures": last_failures(self.state_dir),
+            "rows": [*last_row_counts(self.state_dir), *last_readings(self.state_dir)],
         }  # fmt: skip
         if log_summary is not None:
             newest = sorted(log_summary.runs.items(), key=lambda pair: pair[1][3], reverse=True)[:_MOST_RUNS]

@@ -11,6 +11,7 @@ from fedveil import config as run_config
 from fedveil.console.doctor import data_checks
 from fedveil.data import images, row_files, tables, units
 from fedveil.data.row_files import RowFile
+from fedveil.data.split_files import describe_unread, split_files
 from fedveil.errors import TaskError
 from tests.conftest import ROOT
 
@@ -195,17 +196,18 @@ def test_the_metadata_of_an_image_folder_are_its_rows():
 def test_metadata_beside_a_file_of_the_split_are_two_files(tmp_path):
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "metadata.csv").write_text("file_name,label\na.png,b\n")
-    assert tables.split_file(tmp_path, "train") == tmp_path / "train" / "metadata.csv"
+    assert split_files(tmp_path, "train") == (tmp_path / "train" / "metadata.csv",)
     (tmp_path / "train.csv").write_text("image,label\na.png,b\n")
     with pytest.raises(TaskError, match=r"found train\.csv and train/metadata\.csv; remove one"):
-        tables.split_file(tmp_path, "train")
+        split_files(tmp_path, "train")
 
 
 def test_any_split_is_found_by_its_name(tmp_path):
-    for name in ("train.jsonl", "validation.csv", "Dev.cp1252.csv", "validation.other.csv"):
+    for name in ("train.jsonl", "Dev.cp1252.csv", "validation.other.csv"):
         (tmp_path / name).write_text("{}")
-    assert tables.split_file(tmp_path, "validation").name == "validation.csv"
-    assert tables.split_file(tmp_path, "dev").name == "Dev.cp1252.csv"
-    assert tables.describe_unread(tmp_path) == "not read: Dev.cp1252.csv, validation.csv, validation.other.csv"
+    for split in ("validation", "dev"):
+        assert [file.name for file in split_files(tmp_path, split)] == ["Dev.cp1252.csv"]
+    assert describe_unread(tmp_path, "train") == "not read: Dev.cp1252.csv, validation.other.csv"
+    assert describe_unread(tmp_path, "test") == "not read: validation.other.csv"
     with pytest.raises(TaskError, match='expected a file of the split "test"'):
-        tables.split_file(tmp_path, "test")
+        split_files(tmp_path, "test")

@@ -75,11 +75,11 @@ def test_class_names_are_those_that_the_column_declares_and_never_its_texts(fold
 def test_two_files_of_a_split_are_refused_and_other_files_are_named(folder, caplog):
     from fedveil.console.doctor import data_checks
 
-    for name in ("validation.jsonl", "test.parquet", "extra.csv", "train-0.jsonl.gz", "notes.txt", ".dev.jsonl"):
+    for name in ("validation.jsonl", "test.parquet", "extra.csv", "old-0.jsonl.gz", "notes.txt", ".dev.jsonl"):
         (folder / name).write_text("")
     (folder / "val").mkdir()
     tables.read_split(folder, "train", ())
-    said = "not read: extra.csv, train-0.jsonl.gz, val, validation.jsonl"
+    said = "not read: extra.csv, old-0.jsonl.gz, val, validation.jsonl"
     assert f'task.data: "{folder}": {said}' in caplog.text
     task = parse({"task.data": str(folder), "task.target-column": "label"}).task
     (check,) = data_checks.check_run_data(task, [])

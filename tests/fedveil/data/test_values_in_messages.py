@@ -58,6 +58,10 @@ WITHOUT_ROWS = {
     "expected images at <class>", "expected at least one row in", "expected at least one example to train on",
     ": expected rows for site ", "with dp.unit-column and rows that sites", "expected one file of the split",
     "bytes in a line of", "bytes in the JSON document", "bytes inflated from", "expected an encoding in the name",
+    "or one set of shards, found", "expected each shard once", "shards in ", "expected a finished data set",
+    "expected files in ", "expected files of one format", "expected one file of rows beside", "files of the split",
+    "expected the list of files", "expected names of .arrow files", "expected all files that", "expected one folder of",
+    "expected one place with the pictures",
     "task.data::",  # another error, under another key
 }  # fmt: skip
 
@@ -107,6 +111,46 @@ def named(path: str, **row: object) -> Callable[[Path], None]:
     return lines({"image": path, "label": 1, **OTHER, **row})
 
 
+def files(contents: dict[str, str]) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        for split in ("train", "test"):
+            for name, text in contents.items():
+                (folder / f"{split}-{name}").write_text(text)
+
+    return write
+
+
+def shards(*tables: dict[str, object]) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        for split in ("train", "test"):
+            for number, columns in enumerate(tables):
+                pyarrow.parquet.write_table(pyarrow.table(columns), folder / f"{split}-{number}.parquet")
+
+    return write
+
+
+def pairs() -> pyarrow.Array:
+    return pyarrow.array([[(MARK, MARK)]], pyarrow.map_(pyarrow.string(), pyarrow.string()))
+
+
+def described(about: bytes) -> Callable[[Path], None]:
+    """A file with a description of its columns as `datasets` writes it."""
+    return parquet_table(pyarrow.table({"mr": [MARK], "ref": [MARK]}).replace_schema_metadata({b"huggingface": about}))
+
+
+def twice(folder: Path) -> None:
+    table = pyarrow.table([pyarrow.array([MARK])] * 3, names=["mr", "ref", "ref"])
+    parquet_table(table)(folder)
+
+
+def parquet_table(table: pyarrow.Table) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        for split in ("train", "test"):
+            pyarrow.parquet.write_table(table, folder / f"{split}.parquet")
+
+    return write
+
+
 CASES: dict[str, tuple[dict[str, object], Callable[[Path], None]]] = {
     "no source": (TEXT, lines({"mr": MARK, "ref": MARK, **OTHER}, {"ref": MARK * 9000, **OTHER})),
     "empty source": (TEXT, lines({"mr": " ", "ref": MARK, **OTHER})),
@@ -143,6 +187,12 @@ CASES: dict[str, tuple[dict[str, object], Callable[[Path], None]]] = {
     "no JSON document": (TEXT, raw(f'[{{"mr": {MARK}}}]'.encode(), "json")),
     "no list of objects": (TEXT, raw(f'{{"{MARK}": [1]}}'.encode(), "json")),
     "a list of texts": (TEXT, raw(f'["{MARK}"]'.encode(), "json")),
+    "CSV files unlike": (TEXT, files({"0.csv": f"mr,ref\n{MARK},b\n", "1.csv": f"{MARK},{MARK} senior\na,b\n"})),
+    "Parquet files unlike": (TEXT, shards({"mr": [MARK], "ref": [MARK]}, {"mr": [MARK], "ref": [1931]})),
+    "a type of Arrow": (TEXT, parquet(mr=pairs(), ref=[MARK])),
+    "a description of types": (TEXT, described(b"{")),
+    "a column twice": (TEXT, twice),
+    "no Arrow": (TEXT, raw(MARK.encode() * 100, "arrow")),
     "no file": (TEXT, lambda folder: (folder / "notes.txt").write_text(MARK)),
     "Parquet text not UTF-8": (
         TEXT,

@@ -10,6 +10,7 @@ there are pairs. Files that columns refer to must be placed next to OUT/data.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import secrets
@@ -23,7 +24,8 @@ from datasets import Dataset, Features
 from fedveil.attacks.canaries import pairs
 from fedveil.console.terminal import make_console
 from fedveil.data import tables, units
-from fedveil.data.row_files import row_suffix
+from fedveil.data.columnar_files import is_columnar
+from fedveil.data.split_files import split_files
 from fedveil.errors import ConfigError
 from fedveil.records.atomic_files import fill_folder
 from fedveil.sanitize import sanitize
@@ -50,14 +52,16 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--pairs: expected {pairs.LEAST} to {pairs.MOST}, found {args.pairs}")
     if not 1 <= args.unit_rows <= pairs.MOST_UNIT_ROWS:
         raise ConfigError(f"--unit-rows: expected 1 to {pairs.MOST_UNIT_ROWS}, found {args.unit_rows}")
-    file = tables.split_file(args.data, "train")
-    rows = tables.read_table(file, (args.target_column,))
+    files = split_files(args.data, "train")
+    rows = tables.read_table(files, (args.target_column,))
     coins = np.array([secrets.randbelow(2) == 1 for _ in range(args.pairs)])
     # The operating system draws the choice too: anyone who knows which examples are canaries could look for them.
-    by_unit = units.group_ids(units.read_ids(file, args.unit_column)) if args.unit_column else None
+    by_unit = None
+    if args.unit_column:
+        by_unit = units.group_ids(itertools.chain(*units.read_ids_of_files(files, args.unit_column)))
     unit_rows = args.unit_rows if args.unit_column else 1
     made = pairs.plant_canaries(list(rows), args.target_column, coins, random.SystemRandom(), by_unit, unit_rows)
-    suffix = ".parquet" if row_suffix(file) == ".parquet" else ".jsonl"  # texts as they are, whatever the format
+    suffix = ".parquet" if is_columnar(files[0]) else ".jsonl"  # texts as they are, whatever the format
     with fill_folder(args.out) as folder:
         secret = folder / pairs.SECRET
         secret.mkdir(mode=0o700)

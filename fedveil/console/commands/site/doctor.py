@@ -135,22 +135,26 @@ def _previewed(args: argparse.Namespace, flat: Mapping[str, Any], results: list[
 
     Appends to `results` what is wrong with them, and to `lines` three of them in full, which only the site sees.
     """
+    from fedveil.client_app.node_config import SiteConfig
+    from fedveil.client_app.site_columns import apply_site_columns
     from fedveil.config import parse  # as in _site
-    from fedveil.console.doctor import example_preview
+    from fedveil.console.doctor import data_checks, example_preview
     from fedveil.console.provisioning import kit_reader
 
     config, longest = parse(flat), 0
-    own = kit_reader.node_config(args.kit, args.node_config).data if args.kit else ""
-    folders = {"data": (own, "train"), "task.data": (config.task.data, "train")}
-    folders |= {"task.evaluation": (config.task.evaluation, "test")}
-    fine = {result.name for result in results if result.verdict == "ok"}
+    own = kit_reader.node_config(args.kit, args.node_config) if args.kit else SiteConfig()
+    folders = {"task.data": (config.task.data, "train"), "task.evaluation": (config.task.evaluation, "test")}
+    fine = {result.name for result in results if data_checks.is_readable(result)}
+    if own.data and "data" in fine:  # only then are the site's column names the run's
+        folders = {"data": (own.data, "train"), **folders}
     for name, (folder, split) in folders.items():
         if not folder or name not in fine:
             continue
 
         def check(name: str = name, folder: str = folder, split: str = split) -> CheckResult:
             nonlocal longest
-            preview = example_preview.preview_examples(name, config, Path(folder), split)
+            read = apply_site_columns(config, own.columns) if name == "data" else config
+            preview = example_preview.preview_examples(name, read, Path(folder), split)
             if preview is None:
                 return CheckResult(
                     f"{name} as trained", "ok", "not shown: the task reads no text, or its base is not here"
@@ -205,11 +209,7 @@ def _site(args: argparse.Namespace, counted: list[int]) -> list[CheckResult]:
 
     kit, site = kit_reader.read_kit(args.kit), kit_reader.node_config(args.kit, args.node_config)
     superlink = kit.superlink
-    task, ca, state = (
-        parse(parse_overrides(args.config, args.set)).task,
-        args.kit / "ca.crt",
-        site.state_dir.expanduser(),
-    )
+    config, ca, state = parse(parse_overrides(args.config, args.set)), args.kit / "ca.crt", site.state_dir.expanduser()
     host, keys = superlink.rpartition(":")[0].strip("[]"), args.keys or args.kit / "keys"
     todo = {
         "certificate ca.crt": lambda: checks.check_certificate(ca),
@@ -225,7 +225,7 @@ def _site(args: argparse.Namespace, counted: list[int]) -> list[CheckResult]:
         "other users": host_checks.check_other_users,
         "disk": lambda: checks.check_disk(state),
         "data": lambda: data_checks.check_row_count(
-            data_checks.check_site_data(site.data, task, counted), site.policy, counted
+            data_checks.check_site_data(site, config, counted), site.policy, counted
         ),
         "policy": lambda: policy_checks.check_policy_file(site.policy),
         "roster": lambda: secagg_checks.check_roster(site),

@@ -1,0 +1,89 @@
+"""A site's own column names for those of a run: `columns = {source = "Befund"}` in its node config.
+
+| name before the equals sign | the run's key |
+|---|---|
+| source, target, image, choices, hint, label | task.source-column, task.target-column, ... |
+| unit | dp.unit-column |
+| a column of task.source-template | that column |
+
+A name of the first two rows that the run does not use is left out; any other is refused.
+
+The site's config of the run has the site's names, so that all reading uses them. The server, the policy and the ledger
+see the run's config as it was sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from fedveil.client_app.node_config import SiteConfig
+from fedveil.config import RunConfig, parse_source_template
+from fedveil.errors import ConfigError, TaskError
+
+__all__ = ["apply_site_columns", "describe_site_columns", "name_site_columns"]
+
+_ROLES = ("source", "target", "image", "choices", "hint", "label")
+
+
+def apply_site_columns(config: RunConfig, columns: Mapping[str, str]) -> RunConfig:
+    """Return the run's config with the site's column names.
+
+    Raises:
+        ConfigError: a name stands for no column of the run.
+    """
+    if not columns:
+        return config
+    names, task, dp = _names_of_run(config), config.task, config.dp
+    of_template = {column for _, column in _template(config)}
+    if unknown := sorted(columns.keys() - names.keys() - {*_ROLES, "unit"}):
+        raise ConfigError(
+            f"node config: columns: expected names of this run's columns ({', '.join(sorted(names))}), found "
+            f'"{unknown[0]}" (for "{columns[unknown[0]]}"); correct it, or leave it out'
+        )
+    if task.source_template:
+        parts = ((text, columns.get(column, column)) for text, column in _template(config))
+        template = "".join(_escaped(text) + (f"{{{column}}}" if column else "") for text, column in parts)
+        task = task.model_copy(update={"source_template": template})
+    roles = columns.keys() & names.keys() - of_template
+    task = task.model_copy(update={f"{role}_column": columns[role] for role in _ROLES if role in roles})
+    if "unit" in roles:
+        dp = dp.model_copy(update={"unit_column": columns["unit"]})
+    return config.model_copy(update={"task": task, "dp": dp})
+
+
+def describe_site_columns(config: RunConfig, columns: Mapping[str, str]) -> str:
+    """Return which of the run's columns have which names at this site: "the run's mr is Befund here"."""
+    names = _names_of_run(config)
+    pairs = [f'"{names[name]}" is "{own}" here' for name, own in sorted(columns.items()) if name in names]
+    return f"columns of the node config: the run's {', '.join(pairs)}" if pairs else ""
+
+
+@contextmanager
+def name_site_columns(config: RunConfig, site: SiteConfig) -> Iterator[None]:
+    """Context in which errors about the site's data also say the run's names of its columns."""
+    try:
+        yield
+    except TaskError as error:
+        if not (said := describe_site_columns(config, site.columns)):
+            raise
+        raise TaskError(f"{error} ({said})") from None
+
+
+def _names_of_run(config: RunConfig) -> dict[str, str]:
+    """Return the names that a site may give, each with the run's column."""
+    task = config.task
+    names = {column: column for _, column in _template(config) if column}
+    roles = {role: str(getattr(task, f"{role}_column")) for role in _ROLES}
+    if task.source_template:
+        roles.pop("source")
+    roles |= {"unit": config.dp.unit_column}
+    return names | {role: column for role, column in roles.items() if column and role not in names}
+
+
+def _template(config: RunConfig) -> tuple[tuple[str, str], ...]:
+    return parse_source_template(config.task.source_template) if config.task.source_template else ()
+
+
+def _escaped(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")

@@ -1,0 +1,333 @@
+"""Find the files of a split in a data folder, in the layouts that people and tools write.
+
+| in the data folder, for the split "train" | what is read |
+|---|---|
+| train.csv, Train.jsonl.gz, train.cp1252.csv | the file |
+| train-00000-of-00002.parquet, ... | all shards, in order; refused if one is missing |
+| train-0.jsonl, train_1.jsonl, ... | all of them, in order |
+| train.parquet/part-*.parquet | all parts, as Spark writes them; refused while it still writes (_temporary) |
+| train/*.parquet, train/*.csv | all files of that format, if the folder has no pictures |
+| train/metadata.csv; or train/labels.csv beside pictures, if it is the only file of rows there | the file; its
+  paths are relative to it |
+| train/state.json, or state.json | a data set of `datasets`' save_to_disk |
+| data/, if the folder itself has none of these | the same in it, as on the Hub |
+
+A split may have another usual name: see SPLIT_NAMES. Letters may have any case. Two of these layouts for one split are
+refused, because one of them would be left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fedveil.data.columnar_files import COLUMNAR_SUFFIXES
+from fedveil.data.row_files import ENCODINGS, SUFFIXES, row_suffix
+from fedveil.errors import TaskError
+
+__all__ = [
+    "IMAGE_SUFFIXES",
+    "MAX_FILES",
+    "SPLIT_NAMES",
+    "describe_layout",
+    "describe_unread",
+    "find_split_files",
+    "find_split_folder",
+    "has_split",
+    "is_made_by_system",
+    "split_files",
+]
+
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "test": ("test", "testing"),
+    "validation": ("validation", "valid", "val", "dev"),
+}
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp", ".gif"})
+MAX_FILES = 10_000
+_SYSTEM_NAMES = {"__macosx", "thumbs.db", "desktop.ini", "@eadir", "$recycle.bin", "system volume information"}
+_SPREADSHEETS = (".xlsx", ".xls", ".xlsm", ".ods")
+_TABULAR = {*SUFFIXES, ".arrow", ".feather", *_SPREADSHEETS}
+_SHARD = re.compile(r"[-_]?(\d{1,9})(?:-of-(\d{1,9}))?(?:-[0-9a-f]{16})?")
+_MAX_STATE = 1 << 24  # bytes of a state.json, which names every file
+_MOST_NAMES = 8  # of files, in a message
+
+
+def split_files(data: Path, split: str) -> tuple[Path, ...]:
+    """Return the files of `split` in the folder `data`, in order; `data` itself if it is a file.
+
+    Raises:
+        TaskError: there is none, there are several layouts, a shard is missing, or the format is unknown.
+    """
+    if data.is_file():
+        if not row_suffix(data):
+            raise TaskError(
+                f'task.data: expected a file ending in {", ".join(SUFFIXES)}, found "{data}"; {_how_to_convert([data])}'
+            )
+        return (data,)
+    if not data.is_dir():
+        raise TaskError(f'task.data: expected a folder or file of rows, found none at "{data}"; correct the path')
+    if files := find_split_files(data, split):
+        return files
+    entries = sorted(data.iterdir())
+    raise TaskError(
+        f'task.data: expected a file of the split "{split}" in "{data}", such as {split}.jsonl, {split}.csv or '
+        f"{split}.parquet, found {', '.join(path.name for path in entries[:_MOST_NAMES]) or 'nothing'}; "
+        + (_how_to_convert(entries) if _spreadsheets(entries) else "add the file or name another folder")
+    )
+
+
+def find_split_files(data: Path, split: str) -> tuple[Path, ...]:
+    """Return the files of a split in the folder `data`, in order; () if there are none.
+
+    Raises:
+        TaskError: there are several layouts, a shard is missing, or a tool has not finished writing.
+    """
+    if is_saved_dataset(data):
+        return _saved_files(data)
+    groups = _groups_in(data, split)
+    if not groups and (data / "data").is_dir():
+        groups = _groups_in(data / "data", split)
+    if len(groups) > 1:
+        raise TaskError(
+            f'task.data: expected one file of the split "{split}" in "{data}", or one set of shards, found '
+            f"{' and '.join(str(files[0].relative_to(data)) for files in groups)}; remove one"
+        )
+    if groups and len(groups[0]) > MAX_FILES:
+        raise TaskError(
+            f'task.data: expected at most {MAX_FILES:,} files of the split "{split}" in "{data}", found '
+            f"{len(groups[0]):,}; join them"
+        )
+    return groups[0] if groups else ()
+
+
+def has_split(data: Path, split: str) -> bool:
+    """Return whether the folder `data` has files or a folder of a split. Raises TaskError like `find_split_files`."""
+    if not data.is_dir() or is_saved_dataset(data):
+        return False  # one set of rows, which is every split
+    return bool(find_split_files(data, split)) or find_split_folder(data, split) is not None
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Return whether a folder is one data set that `datasets` saved."""
+    return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+
+
+def find_split_folder(data: Path, split: str) -> Path | None:
+    """Return the folder that has the name of a split. Raises TaskError if several have."""
+    if not data.is_dir():
+        return None
+    folders = [path for path in sorted(data.iterdir()) if path.is_dir() and path.name.lower() in names_of(split)]
+    if len(folders) > 1:
+        raise TaskError(
+            f'task.data: expected one folder of the split "{split}" in "{data}", found '
+            f"{' and '.join(path.name for path in folders)}; rename one"
+        )
+    return folders[0] if folders else None
+
+
+def names_of(split: str) -> tuple[str, ...]:
+    """Return the names, in lower case, that the files of a split may have."""
+    return SPLIT_NAMES.get(split, (split.lower(),))
+
+
+def is_made_by_system(name: str) -> bool:
+    """Return whether a file or folder is one that operating systems and archives make, or is hidden."""
+    return name.startswith(".") or name.lower() in _SYSTEM_NAMES
+
+
+def describe_layout(data: Path, split: str, files: Sequence[Path]) -> str:
+    """Return which files are read, if that is not one file named as the split; "" otherwise."""
+    if len(files) == 1 and (files[0] == data or _stem_of(files[0]) == split or _is_metadata(files[0])):
+        return ""
+    names = [file.relative_to(data).as_posix() if file.is_relative_to(data) else file.name for file in files]
+    if len(names) == 1:
+        return f'{names[0]} is read as the split "{split}"'
+    return f'{len(names):,} files are read as the split "{split}": {names[0]} to {names[-1]}'
+
+
+def describe_unread(data: Path, split: str) -> str:
+    """Return the files and folders of examples in the folder `data` that no split is read from; "" if there is none.
+
+    A validation split is one of them where the rows to train on are read: only the server uses it.
+    """
+    if not data.is_dir():
+        return ""
+    known = {path for name in SPLIT_NAMES for path in _known(data, name, split)}
+    names = sorted(path.name for path in data.iterdir() if path not in known and _looks_like_rows(path))
+    more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
+    return f"not read: {', '.join(names[:_MOST_NAMES])}{more}" if names else ""
+
+
+def _known(data: Path, name: str, split: str) -> Iterator[Path]:
+    """Yield the entries of `data` from which the split `name` is read, while `split` is read."""
+    if name == "validation" and split == "train":
+        return
+    try:
+        files = find_split_files(data, name)
+    except TaskError:  # whoever reads that split is told
+        files = ()
+    for file in files:
+        yield data / file.relative_to(data).parts[0]
+    if folder := find_split_folder(data, name):
+        yield folder
+
+
+def _looks_like_rows(path: Path) -> bool:
+    if is_made_by_system(path.name):
+        return False
+    if path.is_dir():
+        return path.name.partition(".")[0].lower() in {n for names in SPLIT_NAMES.values() for n in names}
+    return any(f".{ending}" in _TABULAR for ending in path.name.lower().split(".")[1:])
+
+
+def _groups_in(folder: Path, split: str) -> list[tuple[Path, ...]]:
+    """Return the sets of files that each are a split, one for each layout in which it lies there."""
+    groups: list[tuple[Path, ...]] = []
+    shards: dict[tuple[str, str, str], list[tuple[int, Path]]] = defaultdict(list)
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            if path.name.lower() in names_of(split):
+                groups += [files] if (files := _files_in(path, of_split=True)) else []
+            elif (suffix := row_suffix(path)) and path.name.lower().removesuffix(suffix) in names_of(split):
+                groups.append(_files_in(path, of_split=False))
+        elif _stem_of(path) in names_of(split):
+            groups.append((path,))
+        elif shard := _shard_of(path, split):
+            name, total, number = shard
+            shards[name, row_suffix(path), total].append((number, path))
+    groups += [_complete(folder, total, members) for (_, _, total), members in sorted(shards.items())]
+    return sorted(groups, key=lambda files: len(files[0].parts))  # files of the folder first
+
+
+def _shard_of(path: Path, split: str) -> tuple[str, str, int] | None:
+    """Return the split's name in the name of a shard, the number of shards that it says, and its own number."""
+    suffix = row_suffix(path)
+    stem = path.name.lower().removesuffix(suffix) if suffix else ""
+    for name in names_of(split):
+        if stem.startswith(name) and (found := _SHARD.fullmatch(stem[len(name) :])):
+            return name, found[2] or "", int(found[1])
+    return None
+
+
+def _complete(folder: Path, total: str, members: list[tuple[int, Path]]) -> tuple[Path, ...]:
+    """Return the shards in order. Raises TaskError if one is missing or there twice."""
+    members = sorted(members)
+    numbers = [number for number, _ in members]
+    if len(set(numbers)) < len(numbers):
+        twice = next(path for i, (number, path) in enumerate(members) if number in numbers[:i])
+        raise TaskError(
+            f'task.data: expected each shard once in "{folder}", found {twice.name} with a number that another file '
+            "has; remove one"
+        )
+    if total and numbers != list(range(int(total))):
+        raise TaskError(
+            f'task.data: expected {int(total):,} shards in "{folder}", as the name {members[0][1].name} says, found '
+            f"{len(numbers):,}; copy the missing ones"
+        )
+    return tuple(path for _, path in members)
+
+
+def _files_in(folder: Path, of_split: bool) -> tuple[Path, ...]:
+    """Return the files of rows in a split's folder; () for a folder of pictures in class folders, if `of_split`.
+
+    Raises:
+        TaskError: the folder is no set of files of one format.
+    """
+    if (folder / "state.json").is_file():
+        return _saved_files(folder)
+    entries = [path for path in sorted(folder.iterdir(), key=_natural) if not is_made_by_system(path.name)]
+    if any(path.name == "_temporary" for path in entries):
+        raise TaskError(
+            f'task.data: expected a finished data set in "{folder}", found _temporary, to which Spark still writes or '
+            "failed to; write it again"
+        )
+    entries = [path for path in entries if not path.name.startswith("_")]
+    files = [path for path in entries if path.is_file() and row_suffix(path)]
+    folders = [path for path in entries if path.is_dir()]
+    if metadata := [file for file in files if _is_metadata(file)]:
+        return _one_of(folder, metadata)
+    has_pictures = any(path.suffix.lower() in IMAGE_SUFFIXES for path in entries if path.is_file())
+    if of_split and (has_pictures or folders):
+        # Several class folders are classes, whatever else lies there; one folder is no classification.
+        return _one_of(folder, files) if files and len(folders) < 2 else ()
+    if folders:
+        name = folders[0].name.partition("=")[0]  # behind it stands a value of rows
+        raise TaskError(
+            f'task.data: expected files in "{folder}", found the folder {name}; write the data set without partitions'
+        )
+    if not files and of_split:
+        return ()
+    formats = sorted({row_suffix(file) for file in files})
+    if len(formats) != 1:
+        raise TaskError(
+            f'task.data: expected files of one format in "{folder}", found {" and ".join(formats) or "none"}; keep the '
+            "files of one format"
+        )
+    return tuple(files)
+
+
+def _is_metadata(file: Path) -> bool:
+    """Return whether a file is the metadata of an image folder, as `datasets` names it."""
+    return file.name.lower().removesuffix(row_suffix(file)) == "metadata"
+
+
+def _one_of(folder: Path, files: list[Path]) -> tuple[Path, ...]:
+    if len(files) > 1:
+        raise TaskError(
+            f'task.data: expected one file of rows beside the pictures in "{folder}", found '
+            f"{' and '.join(file.name for file in files[:_MOST_NAMES])}; remove the others"
+        )
+    return tuple(files)
+
+
+def _saved_files(folder: Path) -> tuple[Path, ...]:
+    """Return the files of a data set that `datasets` saved (save_to_disk), by its state.json. Raises TaskError."""
+    state = folder / "state.json"
+    try:
+        if state.stat().st_size > _MAX_STATE:
+            raise ValueError
+        names = [str(entry["filename"]) for entry in json.loads(state.read_bytes())["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise TaskError(
+            f'task.data: expected the list of files that save_to_disk writes in "{state}", found another content; save '
+            "the data set again"
+        ) from None
+    for name in names:
+        if Path(name).name != name or not name.lower().endswith(COLUMNAR_SUFFIXES):
+            raise TaskError(
+                f'task.data: expected names of .arrow files in the same folder in "{state}", found another name; save '
+                "the data set again"
+            )
+        if not (folder / name).is_file():
+            raise TaskError(
+                f'task.data: expected all files that "{state}" names, found {len(names)} names and not all of the '
+                "files; copy the missing ones"
+            )
+    return tuple(folder / name for name in names)
+
+
+def _natural(path: Path) -> list[tuple[int, int, str]]:
+    """Return a key that sorts names by the numbers in them: part-2 before part-10."""
+    parts = re.split(r"(\d{1,18})", path.name.lower())
+    return [(1, int(part), "") if part.isdigit() and part.isascii() else (0, 0, part) for part in parts]
+
+
+def _stem_of(file: Path) -> str:
+    """Return the name of a file of rows without ending and encoding, in lower case; "" for another file."""
+    suffix = row_suffix(file)
+    stem, _, encoding = file.name.lower().removesuffix(suffix).partition(".")
+    return stem if suffix and encoding in ("", *ENCODINGS) else ""
+
+
+def _spreadsheets(paths: Sequence[Path]) -> list[Path]:
+    return [path for path in paths if path.name.lower().endswith(_SPREADSHEETS)]
+
+
+def _how_to_convert(paths: Sequence[Path]) -> str:
+    if sheets := _spreadsheets(paths):
+        return f"save the table {sheets[0].name} as CSV (in Excel: Save As, CSV UTF-8), which is read"
+    return "convert it"
