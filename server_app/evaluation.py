@@ -31,22 +31,26 @@ Scores = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class ServerEvaluator:
-    """Scores models by view, in the rounds that the config names. `task` has the adapter of the server's model."""
+    """Scores models by view, in the rounds that the config names. `task` has the adapter of the server's model.
+
+    `keeps_model`: the task also trains, so its model stays in memory after the scores.
+    """
 
     task: Task
     examples: Examples
     config: EvaluateConfig
     rounds: int
+    keeps_model: bool = False
 
     @classmethod
-    def from_config(cls, task: Task, config: RunConfig) -> ServerEvaluator | None:
+    def from_config(cls, task: Task, config: RunConfig, keeps_model: bool = False) -> ServerEvaluator | None:
         """Build the evaluator; None without test data. Raises TaskError if task.evaluation names missing data."""
         if not config.task.evaluation:
             return None
         with tables.columns_named_by("task.evaluation"):
             examples = task.examples(Path(config.task.evaluation), "test")
             task.require_shared_classes()
-        return cls(task, examples, config.evaluate, config.run.rounds)
+        return cls(task, examples, config.evaluate, config.run.rounds, keeps_model)
 
     def scores(self, method: Method, server: FederatedState, round_: int) -> Scores:
         """Return {view: {metric: value}}; empty in a round that is not scored. Round -1 is the model before round 0."""
@@ -62,7 +66,8 @@ class ServerEvaluator:
                 for view, weights in method.models(server).items()
             }
         finally:
-            self.task.release()
+            if not self.keeps_model:
+                self.task.release()
 
 
 @dataclass(frozen=True)
