@@ -47,6 +47,7 @@ class ServerEvaluator:
         examples: the test split.
         validation: the validation split, if scores decide and there is one.
         notes: how the data were read so far, see `fedveil.data.reading_notes`.
+        keeps_model: the task also trains, so its model stays in memory after the scores.
     """
 
     task: Task
@@ -55,9 +56,10 @@ class ServerEvaluator:
     rounds: int
     validation: Examples | None = None
     notes: list[str] = field(default_factory=list)
+    keeps_model: bool = False
 
     @classmethod
-    def from_config(cls, task: Task, config: RunConfig) -> ServerEvaluator | None:
+    def from_config(cls, task: Task, config: RunConfig, keeps_model: bool = False) -> ServerEvaluator | None:
         """Build the evaluator; None without test data. Raises TaskError if task.evaluation names missing data."""
         if not config.task.evaluation:
             return None
@@ -75,7 +77,7 @@ class ServerEvaluator:
                         why, data,
                     )  # fmt: skip
             task.require_shared_classes()
-        return cls(task, examples, config.evaluate, config.run.rounds, validation, notes)
+        return cls(task, examples, config.evaluate, config.run.rounds, validation, notes, keeps_model)
 
     def scores(self, method: Method, server: FederatedState, round_: int) -> Scores:
         """Return {view: {metric: value}}; empty in a round that is not scored. Round -1 is the model before round 0."""
@@ -89,7 +91,8 @@ class ServerEvaluator:
             with collect_notes() as notes:
                 return self._scores(method, server, generate)
         finally:
-            self.task.release()
+            if not self.keeps_model:
+                self.task.release()
             self.notes.extend([note for note in notes if note not in self.notes][: MAX_NOTES - len(self.notes)])
 
     def _scores(self, method: Method, server: FederatedState, generate: bool) -> Scores:

@@ -29,13 +29,13 @@ import os
 import time
 from collections.abc import Mapping
 from itertools import islice
-from logging import WARNING
+from logging import WARNING, getLogger
 from pathlib import Path
 from typing import Any, final
 
-from flwr.supercore import log
-
 from fedveil.server_app.metrics.samples import Sizes
+
+log = getLogger("flwr").log  # Flower's own logger; a run in one process has no Flower
 
 NAME = "progress.json"
 NAMED = 20

@@ -113,11 +113,18 @@ class RunFolder:
     def _checkpoint(self) -> Path:
         return self.folder / checkpoints.CHECKPOINT
 
-    def config(self, config: RunConfig, method: Method, adapter: Mapping[str, object] | None = None) -> None:
+    def config(
+        self,
+        config: RunConfig,
+        method: Method,
+        adapter: Mapping[str, object] | None = None,
+        in_process: bool = False,
+    ) -> None:
         """Write the run's config and environment. A resumed run does not overwrite them.
 
         Args:
             adapter: the adapter and its number of weights (`count_adapter_weights`); None if the task has none.
+            in_process: the server and all sites are this process (fedveil.local); the card says so.
         """
         self.underway.deadline_seconds = config.cohort.deadline_seconds
         self.underway.unseen = config.secure.enabled
@@ -128,6 +135,7 @@ class RunFolder:
             "config": config.flat(),
             "method": {"name": config.method.name, "version": method.version, "fields": hyperparameters_of(method)},
             **({"adapter": adapter} if adapter else {}),
+            **({"in_process": True} if in_process else {}),
             **_versions(),
             "started": _now(),
         }

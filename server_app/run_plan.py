@@ -35,6 +35,7 @@ class RunPlan:
         selection: how the run's final model is chosen; None: the last round's.
         server_adapter: the adapter of the server's model.
         settings: the settings of the rounds.
+        device: the device of the tasks: "auto", "cpu", "cuda".
     """
 
     config: RunConfig
@@ -44,9 +45,10 @@ class RunPlan:
     selection: ModelSelection | None
     server_adapter: Adapter
     settings: RunSettings
+    device: str = "auto"
 
     @classmethod
-    def from_config(cls, config: RunConfig, name: str) -> RunPlan:
+    def from_config(cls, config: RunConfig, name: str, device: str = "auto") -> RunPlan:
         """Resolve a run config. Contacts no node and writes nothing.
 
         Raises:
@@ -54,20 +56,20 @@ class RunPlan:
                 actual value.
         """
         method = strategies.create_method(config.method.name, config.method.params)
-        task = tasks.load_task(config, method.adapter)
+        task = tasks.load_task(config, method.adapter, device)
         guarantee = check_guarantee(method, config, isinstance(task, PerExampleLoss))
         check_public_length(guarantee, config)
         optimizers.check_optimizer(method, config)
         selection = ModelSelection.from_config(config, tasks.task_info(config.task.name).metrics(config.task))
         server_adapter = method.server_adapter if isinstance(method, ServerTrained) else method.adapter
         settings = RunSettings.from_config(config, name, selection)
-        return cls(config, method, task, guarantee, selection, server_adapter, settings)
+        return cls(config, method, task, guarantee, selection, server_adapter, settings, device)
 
     def load_server_task(self) -> Task:
         """Return the task with the server's adapter: the clients' own if the two are equal."""
         if self.server_adapter == self.method.adapter:
             return self.task
-        return tasks.load_task(self.config, self.server_adapter)
+        return tasks.load_task(self.config, self.server_adapter, self.device)
 
     def initial_weights(self) -> Weights:
         """Return the weights before round 0; for a `ServerTrained` method, after the server's own training.
@@ -79,7 +81,7 @@ class RunPlan:
         weights = task.initial(rng.initial_stream(config.run.seed, "weights"))
         if not isinstance(method, ServerTrained) or not method.needs_server_rows:
             return weights
-        model = tasks.load_task(config, method.server_adapter)
+        model = tasks.load_task(config, method.server_adapter, self.device)
         if not (config.task.server_data and isinstance(task, TextGeneration) and isinstance(model, TextGeneration)):
             raise ConfigError(
                 f"task.server-data: expected a folder of the server's own examples, on which {config.method.name} "

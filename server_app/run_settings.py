@@ -9,7 +9,7 @@ from fedveil.config import AggregateConfig, CohortConfig, RunConfig, SecureConfi
 from fedveil.federation import aggregation_rules
 from fedveil.federation.exchange import MessageExchange
 from fedveil.server_app.evaluation import ModelSelection
-from fedveil.server_app.upload_validation import UploadLimits
+from fedveil.server_app.upload_limits import UploadLimits
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ every term is decoded and checked separately, and so is a term that a method der
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -33,20 +32,8 @@ from fedveil.contract.method import AcceptedUpload, RoundContext
 from fedveil.errors import UploadRefused, WireError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.server_app.reply_content import require_records
+from fedveil.server_app.upload_limits import UploadLimits
 from fedveil.wire import chunking, envelope, mmap_tensors
-
-
-@dataclass(frozen=True)
-class UploadLimits:
-    """Bounds on an upload.
-
-    Attributes:
-        max_examples: maximum number of examples that one site may claim.
-        max_norm: maximum Euclidean norm of one field's values.
-    """
-
-    max_examples: int = 100_000_000
-    max_norm: float = 1e6
 
 
 def check_upload(message: envelope.DecodedMessage, limits: UploadLimits) -> int:

@@ -25,7 +25,7 @@ def test_the_rooms_stand_in_the_order_of_their_imports():
     assert named[0] == "fedveil"
     place = {room: number for number, layer in enumerate(layers()) for room in layer}
     assert [place[room] for room in named[1:]] == sorted(place[room] for room in named[1:])
-    assert set(named[1:]) == set(place) - {"local"}  # a file, beside the apps
+    assert set(named[1:]) == set(place)
 
 
 def test_the_packages_that_strategies_import_are_those_that_it_lists():

@@ -22,7 +22,8 @@ from fedveil.contract.method import AcceptedUpload, RoundContext
 from fedveil.errors import ConfigError, PolicyError, StateError, UploadRefused, WireError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.records import audit_log
-from fedveil.server_app.upload_validation import UploadLimits, judge_upload
+from fedveil.server_app.upload_limits import UploadLimits
+from fedveil.server_app.upload_validation import judge_upload
 from fedveil.wire.envelope import DecodedMessage, EnvelopeStamp, pack_message
 from fedveil.wire.header import PREFIX
 from tests.conftest import ToyTrainer

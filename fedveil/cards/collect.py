@@ -39,6 +39,12 @@ from fedveil.errors import StateError
 from fedveil.models import published_name
 from fedveil.records import atomic_files, audit_log, disclosure_summary
 
+_IN_PROCESS = (
+    "Anything, from the person who made this run: the server and all sites were one process (fedveil.local). No site "
+    "had a policy or a ledger of its own, nothing crossed a network, and the bytes exclude keys and shares of secure "
+    "aggregation."
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class RecordedRun:
@@ -88,6 +94,7 @@ def collect_card(
         whole: include values that take seconds per site (mu of subsampled steps); omitted at the end of a run.
     """
     log, app = _log(run)
+    in_process = [_IN_PROCESS] if run.about.get("in_process") is True else []
     task, base = config.task.name, config.task.model
     return PrivacyCard(
         fedveil_card=1,
@@ -102,7 +109,7 @@ def collect_card(
         rows=_rows(run.attempts),
         guarantee=guarantees.formal_guarantees(method, config, run.attempts, run.sites, whole),
         audited=audited,
-        not_protected=guarantees.not_protected(method, config, run.attempts),
+        not_protected=[*in_process, *guarantees.not_protected(method, config, run.attempts)],
         digests=RunDigests(
             base=digests.digest_base_model(task, base),
             app=app,

@@ -7,11 +7,12 @@ same bound on a site's weight (`max_weight_fraction`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from fedveil.config import RunConfig
 from fedveil.contract.entry_table import EntryTable
+from fedveil.contract.layout import Direction
 from fedveil.contract.method import AcceptedUpload, FederatedState, RoundContext
 from fedveil.contract.param_spec import Weights
 from fedveil.contract.privacy import check_seeded
@@ -25,16 +26,18 @@ from fedveil.federation.secagg import entry_plan
 from fedveil.federation.secagg.in_process import InProcessSecureSums, secagg_config_of
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
 from fedveil.federation.secagg.plan_checks import SiteRequirements
+from fedveil.ops.krum import MultiKrumAggregator
 from fedveil.privacy.dp_sgd import DpSgdConfig, NoisyTrainer
 from fedveil.privacy.guarantee_source import check_class_names, guarantee_of
 from fedveil.rng import derive_secret
 from fedveil.training.unit_gradients import UnitTrainer
 from fedveil.wire.capture import MessageCapture
 
-__all__ = ["InProcessFederation", "OnRound", "TrainerFor"]
+__all__ = ["InProcessFederation", "OnMessage", "OnRound", "TrainerFor"]
 
 OnRound = Callable[["InProcessFederation", int], None]
 TrainerFor = Callable[[str, RoundContext], Trainer]
+OnMessage = Callable[[bytes, RoundContext, Direction], None]  # an upload is passed before the server reads it
 
 
 @dataclass
@@ -48,9 +51,14 @@ class InProcessFederation:
         sites: names of the sites.
         server: the server's state.
         last_cohort: sites of the last round.
+        cohort: sites of the current round.
         participated: sites whose upload the server has accepted.
         upload_bytes, download_bytes: bytes of all messages of the run so far.
         reports: the last report of each site.
+        num_examples: the examples that each site reported with its last upload; none under secure aggregation.
+        cut: the counted examples of the sites that `max_share` reduced in the last round.
+        left_out: sites of the last round whose uploads the rule did not select (multi-krum).
+        on_message: called with each message and its context; None calls nothing.
         tap: records every message; None records nothing.
         unseen: the keys of server and sites under secure aggregation; otherwise None.
         max_share: like cohort.max-weight-fraction; by default no limit, because no site here is hostile.
@@ -64,10 +72,15 @@ class InProcessFederation:
     sites: list[str]
     server: FederatedState
     last_cohort: list[str] = field(default_factory=list)
+    cohort: list[str] = field(default_factory=list)
     participated: set[str] = field(default_factory=set)
     upload_bytes: int = 0
     download_bytes: int = 0
     reports: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    num_examples: dict[str, int] = field(default_factory=dict)
+    cut: dict[str, int] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    on_message: OnMessage | None = None
     tap: MessageCapture | None = None
     max_share: float = 1.0
     private_bytes: int = 10**9
@@ -110,13 +123,15 @@ class InProcessFederation:
         """Run one round: draw a cohort, exchange messages with each of its sites, and update the server."""
         chosen = aggregation_rules.draw_cohort(self.sites, self.config.cohort.fraction, self._server_secret, round_)
         self.private.discard()
+        self.cohort, self.cut, self.left_out = chosen, {}, []
         if self.unseen:
             self.server = self._summed_unseen(self.unseen, round_, chosen)
         else:
-            uploads = bound_weights(self._uploads(round_, chosen), self.max_share, lambda site, counted: None)
-            self.server = self.exchange.aggregate(
-                self.server, uploads, lambda: aggregation_rules.make_aggregator(self.config.aggregate)
-            )
+            uploads = bound_weights(self._uploads(round_, chosen), self.max_share, self.cut.__setitem__)
+            sums = aggregation_rules.make_aggregator(self.config.aggregate)
+            self.server = self.exchange.aggregate(self.server, uploads, lambda: sums)
+            if isinstance(sums, MultiKrumAggregator):
+                self.left_out = sorted(set(chosen) - set(sums.chosen))
         self.private.commit()  # only together with the server's state
         self.participated |= set(chosen)
         self.last_cohort = chosen
@@ -125,7 +140,7 @@ class InProcessFederation:
         for site in chosen:
             up = self._turn(round_, site, self.exchange.participate)
             message = self.exchange.receive(up, round_, site=site)
-            self.reports[site] = message.report
+            self.reports[site], self.num_examples[site] = message.report, message.num_examples
             ctx = self._context(round_, site, self._server_secret)
             yield AcceptedUpload(message.payload, message.num_examples, ctx, message.report)
 
@@ -172,7 +187,42 @@ class InProcessFederation:
         if self.tap:
             self.tap.write(down, round_, 0, site, "down")
             self.tap.write(up, round_, 0, site, "up", accepted=True)
+        if self.on_message:
+            self.on_message(down, ctx, "down")
+            self.on_message(up, ctx, "up")
         return up
+
+    @property
+    def secrets(self) -> dict[str, str]:
+        """Return the secrets from which the server ("") and each site draw, in hex: for a checkpoint of the run."""
+        return {"": self._server_secret.hex()} | {site: of.hex() for site, of in self._client_secrets.items()}
+
+    def restore(
+        self,
+        server: FederatedState,
+        participated: Iterable[str],
+        secrets: Mapping[str, str],
+        private: Mapping[str, FederatedState | None],
+    ) -> None:
+        """Continue a run from a checkpoint. Under secure aggregation the sites draw new keys.
+
+        Args:
+            server: the server's state.
+            participated: the sites whose upload the server has accepted.
+            secrets: what `secrets` returned.
+            private: each site's private state; None or absent for a site without one.
+
+        Raises:
+            ConfigError: the checkpoint is of other sites.
+        """
+        if secrets.keys() != {"", *self.sites}:
+            known = ", ".join(sorted(secrets.keys() - {""}))
+            raise ConfigError(f"sites: expected those of the checkpoint ({known}), found {', '.join(self.sites)}")
+        self.server, self.participated = server, set(participated)
+        self._server_secret = bytes.fromhex(secrets[""])
+        self._client_secrets = {site: bytes.fromhex(secrets[site]) for site in self.sites}
+        for site, state in private.items():
+            self.private[site] = state
 
     def models(self, site: str | None = None) -> Mapping[str, Weights]:
         """Return the current models by view; with `site` also that client's."""

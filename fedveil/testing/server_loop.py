@@ -12,7 +12,8 @@ from fedveil.server_app.flower_strategy import MethodStrategy
 from fedveil.server_app.round_record import RoundRecord
 from fedveil.server_app.run_folder import RunFolder
 from fedveil.server_app.run_settings import RunSettings
-from fedveil.server_app.upload_validation import UploadLimits, check_upload
+from fedveil.server_app.upload_limits import UploadLimits
+from fedveil.server_app.upload_validation import check_upload
 
 __all__ = [
     "MethodStrategy",

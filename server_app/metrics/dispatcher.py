@@ -15,14 +15,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from logging import WARNING
+from logging import WARNING, getLogger
 from queue import SimpleQueue
 from typing import Protocol, final
 
-from flwr.supercore import log
-
 from fedveil.sanitize import sanitize
 from fedveil.server_app.metrics.samples import RoundMetrics
+
+log = getLogger("flwr").log  # Flower's own logger; a run in one process has no Flower
 
 MOST_SECONDS = 120.0  # MLflow's first tables take ten on a slow machine
 END_SECONDS = 30.0

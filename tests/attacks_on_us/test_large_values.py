@@ -12,7 +12,8 @@ from fedveil.contract.codec import QuantizedTensor
 from fedveil.contract.method import AcceptedUpload, RoundContext
 from fedveil.errors import UploadRefused
 from fedveil.federation.exchange import MessageExchange
-from fedveil.server_app.upload_validation import UploadLimits, judge_upload
+from fedveil.server_app.upload_limits import UploadLimits
+from fedveil.server_app.upload_validation import judge_upload
 from fedveil.wire.envelope import EnvelopeStamp, pack_message
 from tests.conftest import ToyTrainer
 

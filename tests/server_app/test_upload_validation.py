@@ -7,7 +7,8 @@ import torch
 
 from fedveil.contract.layout import MessageLayout, Payload, WireField
 from fedveil.errors import UploadRefused
-from fedveil.server_app.upload_validation import UploadLimits, check_upload
+from fedveil.server_app.upload_limits import UploadLimits
+from fedveil.server_app.upload_validation import check_upload
 from fedveil.wire.dense import DenseCodec
 from fedveil.wire.envelope import DecodedMessage, EnvelopeStamp, pack_message, unpack_message
 

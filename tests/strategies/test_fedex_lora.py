@@ -18,7 +18,8 @@ from fedveil.errors import ConfigError, StateError, UploadRefused, WireError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.in_process import InProcessFederation
 from fedveil.ops.running_sums import RunningSums
-from fedveil.server_app.upload_validation import UploadLimits, judge_upload
+from fedveil.server_app.upload_limits import UploadLimits
+from fedveil.server_app.upload_validation import judge_upload
 from fedveil.strategies.fedex_lora import FedExLoRA
 from fedveil.wire.envelope import EnvelopeStamp, pack_message, unpack_message
 from tests.conftest import ToyTrainer

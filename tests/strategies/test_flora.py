@@ -20,7 +20,8 @@ from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.in_process import InProcessFederation
 from fedveil.ops.lora_algebra import parse_factor_name
 from fedveil.ops.running_sums import RunningSums
-from fedveil.server_app.upload_validation import UploadLimits, judge_upload
+from fedveil.server_app.upload_limits import UploadLimits
+from fedveil.server_app.upload_validation import judge_upload
 from fedveil.strategies.flora import FLoRA
 from fedveil.wire.envelope import EnvelopeStamp, pack_message
 from tests.strategies.test_fedex_lora import CTX, SPEC, Site, weights_of

@@ -20,8 +20,8 @@ from fedveil.console.terminal import render_markdown
 # By heading of the reference's index. "fedveil.contract.*": every module of that package.
 PUBLIC_MODULES: Mapping[str, tuple[str, ...]] = {
     "A federation in one process": (
-        "fedveil.local", "fedveil.config", "fedveil.errors", "fedveil.rng", "fedveil.federation.in_process",
-        "fedveil.federation.exchange", "fedveil.resources",
+        "fedveil.local", "fedveil.runs", "fedveil.sweep", "fedveil.config", "fedveil.errors", "fedveil.rng",
+        "fedveil.federation.in_process", "fedveil.federation.exchange", "fedveil.resources",
     ),
     "What methods and tasks are written against": ("fedveil.contract.*",),
     "Methods, tasks and adapters": (

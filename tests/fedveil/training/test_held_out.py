@@ -21,7 +21,7 @@ from fedveil.errors import ConfigError, UploadRefused
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.in_process import InProcessFederation
 from fedveil.privacy.guarantee_source import check_guarantee
-from fedveil.server_app.upload_validation import UploadLimits
+from fedveil.server_app.upload_limits import UploadLimits
 from fedveil.server_app.upload_validation import check_upload as check_upload
 from fedveil.training.held_out import ExampleSubset, HeldOutScoringTrainer, ReceivedLossFilter, split_held_out
 from fedveil.wire.envelope import DecodedMessage

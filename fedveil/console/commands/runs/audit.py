@@ -18,31 +18,14 @@ first; --fail-above makes the audit a gate.
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from rich.table import Table
 
 from fedveil.config import parse
+from fedveil.console.runs import audit_output
 from fedveil.console.runs.run_reader import load_run
 from fedveil.console.terminal import make_console
 from fedveil.errors import ConfigError, StateError
-from fedveil.records.atomic_files import write_atomic
 from fedveil.sanitize import sanitize
-
-if TYPE_CHECKING:
-    from fedveil.attacks.audit.findings import AttackFinding
-
-_SHOWN = 5  # findings shown on a terminal; the file has all
-_NOT_TRIED = (
-    "next: the lines above say why no attack was tried; set the examples with --data or --site, the time with --minutes"
-)
-_CONTROLS_FAILED = (
-    "next: the lines above say which control failed. If a control was not won, use more examples (--max-rows); if "
-    "members and non-members already differ, use other --non-members, of the kind that the sites have"
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,11 +86,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Attacks the run, prints the verdicts and the strongest findings, and writes RUN/audit.json."""
     run_view = load_run(args.folder)  # before importing torch, so that a missing run is reported at once
-    from fedveil.attacks.audit import findings
     from fedveil.attacks.audit.runner import audit_run
     from fedveil.attacks.audit.schedule import TimeBudget
     from fedveil.attacks.audit.threshold_gate import LeakageThreshold, decide_gate
-    from fedveil.attacks.audit.verdict import audit_verdict, strongest_findings
     from fedveil.attacks.samples import AuditDataSource
 
     console = make_console()
@@ -127,43 +108,13 @@ def run(args: argparse.Namespace) -> int:
     config = parse(run_view.config["config"])
     planted = None if args.canaries is None else _named("--canaries", args.canaries)
     result, sheet = audit_run(args.folder, config, run_view.sites, source, args.device, say, budget, planted)
-    if sheet is not None:
-        write_atomic(args.folder / findings.PICTURES, sheet)
-    file = args.folder / findings.FILE
-    if not result.findings and result.epsilon_shown is None and file.is_file():
-        console.print(f"{file} is kept from an earlier audit: this audit tried no attack", soft_wrap=True)
-    else:
-        write_atomic(file, json.dumps(result.to_json(), indent=1).encode())
-    console.print(sanitize(audit_verdict(result.findings), 2000), style="bold", soft_wrap=True)
-    for note in result.notes:
-        console.print(f"- {sanitize(note, 2000)}", soft_wrap=True)
-    if ordered := strongest_findings(result.findings)[:_SHOWN]:
-        console.print(findings_table(ordered, run_view.name))
-    if left := len(result.findings) - len(ordered):
-        console.print(
-            f"The other {left} findings are in {file}; fedveil report {args.folder} plots them all", soft_wrap=True
-        )
-    if not ordered:
-        console.print(_CONTROLS_FAILED if result.findings else _NOT_TRIED, soft_wrap=True)
+    audit_output.write_audit(args.folder, result, sheet, console)
+    audit_output.print_audit(args.folder, result, run_view.name, console)
     if limit is None:
         return 0
     decision = decide_gate(result, limit)
     console.print(sanitize(decision.says, 2000), style="bold", soft_wrap=True)
     return decision.code
-
-
-def findings_table(found: Sequence[AttackFinding], name: str) -> Table:
-    """Return the findings, one row each, narrow enough for any terminal."""
-    listed = Table("model", "attack", title=f"{sanitize(name, 40)}: the strongest findings (95 %)")
-    listed.add_column("AUROC", justify="right", no_wrap=True)
-    listed.add_column("0.5", no_wrap=True)
-    for f in found:
-        listed.add_row(sanitize(f.model, 80), f.attack, _interval(f.auroc), f.verdict)
-    return listed
-
-
-def _interval(value: Sequence[float]) -> str:
-    return "{:.3f} [{:.3f}, {:.3f}]".format(*value)
 
 
 def _named(option: str, text: str) -> tuple[str, Path]:

@@ -14,7 +14,8 @@ from fedveil.contract.task import DatasetShard, PreparedData, Task
 from fedveil.errors import ConfigError, TaskError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.in_process import InProcessFederation
-from fedveil.local import LocalFederation, _rows
+from fedveil.local import LocalFederation
+from fedveil.local.local_federation import _rows
 
 CONFIG = {"method.name": "fedrand", "run.rounds": 1, "run.deterministic": True, "train.max-steps": 2,
           "evaluate.eval-examples": 4, "task.examples-per-site": 60}  # fmt: skip
@@ -78,10 +79,10 @@ def test_patients_are_units_in_one_process_too(tmp_path):
     ("config", "sites", "error", "words"),
     [({"method.nam": "fedavg"}, {"a": DATA}, ConfigError, "method.nam"),
      ({}, {}, ConfigError, "sites: expected a mapping from each site's name to its folder"),
-     ({"evaluate.select-model": "best"}, {"a": DATA}, ConfigError,
-      "evaluate.select-model: expected 'last' for a run in one process"),
-     ({"run.capture-messages": True}, {"a": DATA}, ConfigError,
-      "run.capture-messages: expected False for a run in one process"),
+     ({"evaluate.held-out": 0.1}, {"a": DATA}, ConfigError, "evaluate.held-out: expected 0.0 for a run in one process"),
+     ({"evaluate.select-model": "best"}, {"a": DATA}, ConfigError, "task.evaluation: expected the server's test data"),
+     ({}, 3, ConfigError, "sites: expected a positive number of sites that divide task.data"),
+     ({"run.resume": True}, {"a": DATA}, ConfigError, "run.name: expected the name of a run folder with run.resume"),
      ({}, {"a": "/nowhere"}, TaskError, "/nowhere")],
 )  # fmt: skip
 def test_what_cannot_be_is_said_before_anything_is_loaded(config, sites, error, words):

@@ -1,0 +1,305 @@
+"""A server and its sites in this process: `LocalFederation`."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fedveil import rng
+from fedveil.cards.card import PrivacyCard
+from fedveil.config import RunConfig
+from fedveil.contract.method import Method, RoundContext
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.task import DatasetShard, Rows, Task
+from fedveil.contract.trainer import Trainer
+from fedveil.data.units import UnitRows, group_rows_of_run
+from fedveil.errors import ConfigError, StateError
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.in_process import InProcessFederation
+from fedveil.local.config_rules import read_config, require_local
+from fedveil.local.run_recorder import LocalRunRecorder
+from fedveil.runs import AuditOutcome, Run
+from fedveil.sanitize import sanitize
+from fedveil.server_app import checkpoints
+from fedveil.server_app.run_plan import RunPlan
+from fedveil.training.unit_gradients import UnitTrainer
+from fedveil.wire.capture import MessageCapture
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+__all__ = ["LocalFederation"]
+
+_SPLIT = "local-"  # the names of sites that divide task.data
+
+
+@final
+@dataclass(frozen=True)
+class LocalFederation:
+    """A server and its sites in this process. `from_config` makes one.
+
+    Attributes:
+        config: the run config, checked.
+        method: the method with its fields; it decides what is shared.
+        task: base model, adapter, data and scores; all sites use this one.
+        federation: the server's state, the sites' private states, bytes and reports of each round.
+        data: each site's folder or file of rows.
+    """
+
+    config: RunConfig
+    method: Method
+    task: Task
+    federation: InProcessFederation
+    data: Mapping[str, Path]
+    _recorder: LocalRunRecorder = field(repr=False)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: str | Path | Mapping[str, object] | RunConfig,
+        sites: Mapping[str, str | Path] | int,
+        device: str = "cpu",
+        tap: MessageCapture | None = None,
+    ) -> LocalFederation:
+        """Loads the base model and every site's rows; no round has run.
+
+        Args:
+            config: the run config, as for `fedveil submit`: a TOML file, or {"method.name": "fedrand", "run.rounds":
+                2}, or sections, {"run": {"rounds": 2}}. Omitted keys have their defaults.
+            sites: each site's folder or file of rows, by name. Sites that name the same one divide its rows among them,
+                as task.partition says. A number of sites divides task.data.
+            device: on which all sites train, one after the other: "cpu", "cuda", "auto".
+            tap: keeps every message, for attacks; `audit` needs run.capture-messages instead.
+
+        Raises:
+            ConfigError: a key or value of the run config is wrong, or would do nothing in one process; or there is no
+                site.
+            TaskError: a base model, a folder, a column or a row is missing.
+            StateError: run.name is that of another run, or there is no run to resume.
+        """
+        run_config = read_config(config)
+        folders = _folders(run_config, sites)
+        require_local(run_config, len(folders), divides_data=isinstance(sites, int))
+        run = run_config.run
+        if tap and run.capture_messages:
+            raise ConfigError("tap: expected none with run.capture-messages, which keeps the messages, found one")
+        if run.name and not run.resume:
+            checkpoints.require_new(Path(run.dir).expanduser() / run.name)
+        plan = RunPlan.from_config(run_config, run.name or "local", device)
+        method, task = plan.method, plan.task
+        rows = _rows(task, run_config, folders)
+
+        def trainer_for(site: str, ctx: RoundContext) -> Trainer:
+            of_site, units = rows[site]
+            trainer = task.trainer(of_site, ctx.rng("batches"), round_=ctx.round)
+            return trainer if units is None else UnitTrainer(trainer, units, run_config)
+
+        state = method.init(task.spec, plan.initial_weights(), rng.initial_stream(run.seed, "method init"))
+        exchange = MessageExchange(method, run_config.method.name, task.spec)
+        share = run_config.cohort.max_weight_fraction
+        federation = InProcessFederation(exchange, run_config, trainer_for, list(rows), state, tap=tap, max_share=share)
+        recorder = LocalRunRecorder(plan, federation)
+        local = cls(run_config, method, task, federation, folders, recorder)
+        recorder.end_with(local)
+        return local
+
+    def run(self, on_round: Callable[[LocalFederation, int], None] | None = None, progress: bool | None = None) -> Run:
+        """Run all rounds that are left, until evaluate.patience ends them, and write the final model with its card.
+
+        Args:
+            on_round: called with this federation and the round, from 0, after each.
+            progress: show a progress bar on standard error; None: only if that is a terminal.
+
+        Returns:
+            `results`.
+
+        Raises:
+            StateError: the run has ended.
+        """
+        recorder = self._recorder
+        if recorder.ended or recorder.has_failed:
+            how = "has ended" if recorder.ended else "was ended by an error"
+            resume = "; with run.resume = true it goes on" if self.config.run.name and recorder.has_failed else ""
+            raise StateError(f"run: expected a run that goes on, found one that {how}; make another one{resume}")
+        try:
+            recorder.begin()
+            with _progress_bar(sys.stderr.isatty() if progress is None else progress) as bar:
+                shown = bar.add_task("rounds", total=recorder.rounds, completed=recorder.next_round, scores="")
+                while not recorder.is_over():
+                    record = recorder.run_round()
+                    scores = ", ".join(f"{name} {value:.4g}" for name, value in record.scores.get("server", {}).items())
+                    bar.update(shown, advance=1, scores=sanitize(scores, 60))
+                    if on_round:
+                        on_round(self, record.round)
+            recorder.finish()
+        except BaseException as error:
+            recorder.fail(error)
+            raise
+        return self.results
+
+    def evaluate(
+        self, data: str | Path, site: str | None = None, split: str = "test", generate: bool = False
+    ) -> dict[str, float]:
+        """Scores of the model as it is now: always "loss"; with `generate` also of what it writes.
+
+        Args:
+            data: folder or file of rows.
+            site: the site whose own model is scored, if the method gives sites one; None = the server's.
+            split: the split of the folder to score.
+            generate: whether texts are generated, which takes longer.
+
+        Raises:
+            ConfigError: there is no such site, or it has no model of its own.
+            TaskError: the folder, the split or a column is missing.
+        """
+        if site is not None and site not in self.federation.sites:
+            raise ConfigError(f"site: expected one of {', '.join(self.federation.sites)}, found {site!r}")
+        views = self.federation.models(site)
+        view = "server" if site is None else "client"
+        if view not in views:
+            raise ConfigError(
+                f"site: expected a site with its own model, found {site}, which has only {', '.join(views)}: either "
+                f"{self.config.method.name} keeps no model at a site, or it has not trained yet; leave site out"
+            )
+        weights = {name: views[view][name] for name in self.task.spec}
+        return self.task.evaluate(weights, self.task.examples(Path(data).expanduser(), split), generate)
+
+    @property
+    def results(self) -> Run:
+        """Return the run's folder; without run.name it ends with this object and with what this returns.
+
+        Raises:
+            StateError: `run` was not called yet.
+        """
+        folder = self._recorder.folder.folder
+        if not (folder / "status.json").is_file():
+            raise StateError("run: expected a run that has started, found none; call run() first")
+        return Run(folder, owner=self)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return one row per round; see `Run.metrics`. Raises StateError before `run`."""
+        return self.results.metrics
+
+    def metrics_frame(self) -> DataFrame:
+        """Return `metrics` as a pandas DataFrame. Raises ConfigError without pandas, StateError before `run`."""
+        return self.results.metrics_frame()
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """Return the last scores of the server's model on task.evaluation; {} without it."""
+        return self.results.scores
+
+    @property
+    def epsilon(self) -> dict[str, float]:
+        """Return an upper bound on what the run charged any record, by site; see `Run.epsilon`."""
+        return self.results.epsilon
+
+    @property
+    def privacy(self) -> list[str]:
+        """Return the guarantee and its bound for each site in sentences; see `Run.privacy`."""
+        return self.results.privacy
+
+    @property
+    def models(self) -> dict[str, Weights]:
+        """Return the models as they are now, by view. `federation.models(site)` also has that site's own."""
+        return dict(self.federation.models())
+
+    @property
+    def card(self) -> PrivacyCard:
+        """Return the privacy card of the final model. Raises StateError before the end."""
+        return self.results.card
+
+    def report(self, file: str | Path = "report.html") -> Path:
+        """Write the page that `fedveil report` writes. Return its path. Raises StateError before `run`."""
+        return self.results.report(file)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the final model with its card to a new folder, which PEFT or transformers loads. Return its path.
+
+        Raises:
+            StateError: the run has no final model yet, or the folder has files.
+        """
+        return self.results.save(folder)
+
+    def audit(
+        self,
+        non_members: str | Path | None = None,
+        max_rows: int = 300,
+        seed: int = 0,
+        minutes: float | None = None,
+        canaries: tuple[str, str | Path] | None = None,
+        device: str = "auto",
+        say: Callable[[str], None] = lambda text: None,
+    ) -> AuditOutcome:
+        """Attack the run on its captured messages, with controls, as `fedveil audit`. The members are the sites' rows.
+
+        The arguments are those of `Run.audit`. Without `non_members` they are rows beyond task.examples-per-site, or
+        the split "test", of the one folder that all sites divide.
+
+        Raises:
+            StateError: the run has no final model, or run.capture-messages was not set.
+            ConfigError: there are too few examples, or sites divide several folders.
+        """
+        results = self.results
+        if not self.config.run.capture_messages:
+            raise StateError(
+                "run.capture-messages: expected true for an audit, found false; make another run with it: without the "
+                "messages there is nothing to attack"
+            )
+        data, sites = _members(self.data)
+        return results.audit(data, sites, non_members, max_rows, seed, minutes, canaries, device, say)
+
+
+def _folders(config: RunConfig, sites: Mapping[str, str | Path] | int) -> dict[str, Path]:
+    """Return each site's folder. Raises ConfigError if there is no site, or no task.data to divide."""
+    if not isinstance(sites, int):
+        if not sites:
+            raise ConfigError("sites: expected a mapping from each site's name to its folder of examples, found none")
+        return {name: Path(folder).expanduser() for name, folder in sites.items()}
+    if sites < 1 or not config.task.data:
+        raise ConfigError(
+            f'sites: expected a positive number of sites that divide task.data, found {sites} and task.data = "'
+            f'{config.task.data}"; or name each site and its folder'
+        )
+    return {f"{_SPLIT}{i}": Path(config.task.data).expanduser() for i in range(sites)}
+
+
+def _members(folders: Mapping[str, Path]) -> tuple[Path | None, Mapping[str, Path]]:
+    """Return the folder that all sites divide, or each site's own, as an audit takes them. Raises ConfigError."""
+    shared = Counter(folders.values())
+    if len(folders) > 1 and len(shared) == 1:
+        return next(iter(shared)), {}
+    if len(shared) < len(folders):
+        raise ConfigError(
+            "sites: expected one folder that all sites divide, or one for each, for an audit; found several that some "
+            "divide. Audit with results.audit(sites=...) and the files of each site"
+        )
+    return None, folders
+
+
+def _rows(task: Task, config: RunConfig, folders: Mapping[str, Path]) -> dict[str, tuple[Rows, UnitRows | None]]:
+    """Each site's rows, prepared, with their units; the rows of a folder that several name are divided."""
+    shared, used = Counter(folders.values()), Counter[Path]()
+    site_examples = dict[str, tuple[Rows, UnitRows | None]]()
+    for name, folder in folders.items():
+        share = DatasetShard(used[folder], shared[folder]) if shared[folder] > 1 else None
+        prepared = task.prepare(folder, "train", share)
+        site_examples[name] = prepared.rows, group_rows_of_run(config, prepared, folder, share)
+        used[folder] += 1
+    return site_examples
+
+
+def _progress_bar(is_shown: bool) -> Progress:
+    """Return a bar on standard error; it prints nothing unless `is_shown`."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    from rich.console import Console
+
+    last = TextColumn("{task.fields[scores]}", markup=False)
+    return Progress(*columns, last, console=Console(stderr=True), disable=not is_shown)

@@ -1,0 +1,229 @@
+"""A run folder in Python: `Run`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from safetensors import safe_open
+
+from fedveil import strategies
+from fedveil.attacks.audit.runner import audit_run
+from fedveil.attacks.audit.schedule import TimeBudget
+from fedveil.attacks.samples import AuditDataSource
+from fedveil.cards.card import PrivacyCard, read_card
+from fedveil.config import RunConfig, parse
+from fedveil.console.runs import audit_output, final_model, privacy_statements
+from fedveil.console.runs.run_reader import RunView, load_run, status_of
+from fedveil.console.web.report import run_page
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.privacy import PrivacyGuarantee
+from fedveil.errors import ConfigError, StateError
+from fedveil.privacy.guarantee_source import guarantee_of
+from fedveil.records.atomic_files import fill_folder
+from fedveil.records.tensor_state import load_state
+from fedveil.runs.audit_outcome import AuditOutcome
+from fedveil.runs.round_metrics import bound_epsilon, round_rows
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+__all__ = ["Run"]
+
+
+@final
+class Run:
+    """A run, as its folder records it: over gRPC or in one process, finished, failed or still running.
+
+    Every property reads the folder again, so it can be asked while the run goes on.
+    """
+
+    def __init__(self, folder: str | Path, owner: object = None) -> None:
+        """Name the run in a folder, which `owner` keeps if it is temporary. Raises StateError if there is none."""
+        self.folder, self._owner = Path(folder).expanduser(), owner
+        status_of(self.folder)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r}): {self.state}"
+
+    @property
+    def state(self) -> str:
+        """Return "running", "completed", "failed", "stopped" or "died"; "" if the run has not recorded one yet."""
+        return str(status_of(self.folder).get("state", ""))
+
+    @property
+    def config(self) -> RunConfig:
+        """Return the run config. Raises StateError before the run has one, ConfigError for another version's."""
+        return parse(self._config_file(load_run(self.folder))["config"])
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return one row per round; its columns are those of fedveil/runs/round_metrics.py. Rounds count from 1."""
+        run = load_run(self.folder)
+        claim, config = self._claim(run)
+        return round_rows(run.before, run.attempts, claim, config)
+
+    def metrics_frame(self) -> DataFrame:
+        """Return `metrics` as a pandas DataFrame, with the round as its index. Raises ConfigError without pandas."""
+        if importlib.util.find_spec("pandas") is None:
+            raise ConfigError("pandas: expected it for metrics_frame, found none; pip install pandas, or take metrics")
+        import pandas as pd
+
+        rows = self.metrics
+        return pd.DataFrame(rows).set_index("round") if rows else pd.DataFrame()
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """Return the scores of the final model of the server; the last ones so far while the run goes on."""
+        return dict(load_run(self.folder).final)
+
+    @property
+    def epsilon(self) -> dict[str, float]:
+        """Return an upper bound on what this run charged any record, by site; {} without a privacy guarantee.
+
+        It holds against everyone but the site, and is infinite where no bound is known. `privacy` says it in words.
+        """
+        run = load_run(self.folder)
+        claim, config = self._claim(run)
+        return bound_epsilon(claim, config, run.attempts) if claim and config else {}
+
+    @property
+    def privacy(self) -> list[str]:
+        """Return the guarantee and its bound for each site in sentences, as the report has them."""
+        return privacy_statements.privacy_statements(load_run(self.folder))
+
+    @property
+    def models(self) -> dict[str, Weights]:
+        """Return the final weights by view: "server", and others that the method has. Raises StateError before the end.
+
+        The files of PEFT and transformers are beside them and hold the same weights under those libraries' names.
+        """
+        return {
+            file.stem: load_state(file).tensors
+            for file in sorted(self._final().glob("*.safetensors"))
+            if _is_state(file)
+        }
+
+    @property
+    def card(self) -> PrivacyCard:
+        """Return the privacy card of the final model. Raises StateError if there is none."""
+        return read_card(self._final())
+
+    def evaluate(
+        self, data: str | Path, split: str = "test", generate: bool = False, device: str = "auto", base: str = ""
+    ) -> dict[str, float]:
+        """Return the final model's scores on examples: always "loss"; with `generate` also of what it writes.
+
+        Args:
+            data: folder or file of examples.
+            split: the split of the folder.
+            generate: whether texts are generated, which takes longer.
+            device: "auto", "cpu" or "cuda".
+            base: the base model on this machine; "" is the run config's task.model.
+
+        Raises:
+            StateError: the run has no final model.
+            TaskError: the folder, the split or a column is missing.
+        """
+        task, weights = final_model.load_final_model(self.folder, base, eval_examples=sys.maxsize).task(device)
+        return task.evaluate(weights, task.examples(Path(data).expanduser(), split), generate)
+
+    def audit(
+        self,
+        data: str | Path | None = None,
+        sites: Mapping[str, str | Path] | None = None,
+        non_members: str | Path | None = None,
+        max_rows: int = 300,
+        seed: int = 0,
+        minutes: float | None = None,
+        canaries: tuple[str, str | Path] | None = None,
+        device: str = "auto",
+        say: Callable[[str], None] = lambda text: None,
+    ) -> AuditOutcome:
+        """Attack the run on its captured messages, with controls; write audit.json. The same as `fedveil audit`.
+
+        Args:
+            data: the sites' examples, split as in the run config, sites sorted by name; None is task.data.
+            sites: instead, the examples of each site.
+            non_members: similar examples that no site has; None: those beyond task.examples-per-site, or split "test".
+            max_rows: maximum number of members, and of non-members.
+            seed: seed of the sample and of the bootstrap.
+            minutes: start no attack after so many; the controls are trained regardless.
+            canaries: a site, and the folder of the canaries in its examples.
+            device: "auto", "cpu" or "cuda".
+            say: called with the progress.
+
+        Raises:
+            StateError: the run did not capture its messages, or has no final model.
+            ConfigError: there are too few examples.
+        """
+        run = load_run(self.folder)
+        config = parse(self._config_file(run)["config"])
+        source = AuditDataSource(
+            _path(data), {name: Path(of).expanduser() for name, of in (sites or {}).items()}, _path(non_members),
+            max_rows, seed,
+        )  # fmt: skip
+        planted = None if canaries is None else (canaries[0], Path(canaries[1]).expanduser())
+        report, sheet = audit_run(
+            self.folder, config, run.sites, source, device, say, TimeBudget.of_minutes(minutes), planted
+        )
+        audit_output.write_audit(self.folder, report, sheet)
+        return AuditOutcome(self.folder, report)
+
+    def report(self, file: str | Path = "report.html") -> Path:
+        """Write the page that `fedveil report` writes. Return its path."""
+        path = Path(file).expanduser()
+        run_page.write_run_page(path, [load_run(self.folder)])
+        return path.absolute()
+
+    def save(self, folder: str | Path) -> Path:
+        """Copy the final model with its card to a new folder, which PEFT or transformers loads. Return its path.
+
+        Raises:
+            StateError: the run has no final model yet, or the folder has files.
+        """
+        final_folder, into = self._final(), Path(folder).expanduser()
+        if into.exists() and (not into.is_dir() or any(into.iterdir())):
+            raise StateError(f"{into}: expected a new or an empty folder, found files; name another")
+        with fill_folder(into) as scratch:
+            shutil.copytree(final_folder, scratch, dirs_exist_ok=True)
+        return into.absolute()
+
+    def _final(self) -> Path:
+        folder = self.folder / "final"
+        if not (folder / "server.safetensors").is_file():
+            raise StateError(
+                f"run folder {self.folder}: expected final/server.safetensors, which a run writes when it ends, found "
+                "none; wait until it ends, or resume it"
+            )
+        return folder
+
+    def _claim(self, run: RunView) -> tuple[PrivacyGuarantee | None, RunConfig | None]:
+        """Return the run's guarantee and config; None and None before the run has a config."""
+        if "method" not in run.config:
+            return None, None
+        config = parse(run.config["config"])
+        method = strategies.create_from_json(run.method, json.dumps(run.config["method"]["fields"]))
+        return guarantee_of(method, config), config
+
+    def _config_file(self, run: RunView) -> Mapping[str, Any]:
+        if "config" not in run.config:
+            raise StateError(
+                f"run folder {self.folder}: expected config.json of a run that has started, found none; name another"
+            )
+        return run.config
+
+
+def _is_state(file: Path) -> bool:
+    """Return whether a file has a state in FedVeil's own form, not another library's weights."""
+    with safe_open(file, "pt") as opened:  # type: ignore[no-untyped-call,unused-ignore]
+        return "scalars" in (opened.metadata() or {})
+
+
+def _path(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path).expanduser()

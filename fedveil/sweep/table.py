@@ -1,0 +1,34 @@
+"""The table of a sweep for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.table import Table
+
+from fedveil.sanitize import sanitize
+from fedveil.sweep.sweep import SweepResult, half_width
+
+__all__ = ["sweep_table"]
+
+
+def sweep_table(result: SweepResult) -> Table:
+    """Return the cells, one row each, with the mean of each score and its 95 % interval over seeds."""
+    cells = result.intervals()
+    names = list(dict.fromkeys(name for _, scores in cells for name in scores))
+    listed = Table("cell", title=f"{len(cells)} cells, {result.grid.seeds} seeds: mean ± 95 % interval")
+    for name in names:
+        listed.add_column(sanitize(name, 40), justify="right", no_wrap=True)
+    with_epsilon = any(run.epsilon is not None for run in result.runs)
+    if with_epsilon:
+        listed.add_column("epsilon", justify="right")
+    for cell, scores in cells:
+        row = [_words(scores[name]) if name in scores else "" for name in names]
+        spent = [run.epsilon for run in result.runs if run.cell.number == cell.number and run.epsilon is not None]
+        row += [f"{max(spent):.3g}" if spent else ""] if with_epsilon else []
+        listed.add_row(sanitize(cell.label, 80), *row)
+    return listed
+
+
+def _words(interval: Mapping[str, float]) -> str:
+    return f"{interval['mean']:.4g} ± {half_width(interval):.2g}"
