@@ -51,6 +51,7 @@ from dataclasses import dataclass, field
 from typing import Literal, final
 
 import torch
+from torch import Tensor
 
 from fedveil.adapters import heterogeneous_ranks
 from fedveil.adapters.heterogeneous_ranks import HeterogeneousRankMethod
@@ -127,11 +128,22 @@ class HetLoRA(HeterogeneousRankMethod):
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
         """Apply eq. 3; entries beyond the rank of every site in the sums do not change."""
         new = sums.means(server.tensors)
-        for name, unseen in heterogeneous_ranks.rows_beyond(
-            server.tensors, max((self.rank_in_round(site, ctx) for site in sums.clear), default=0)
-        ).items():
+        for name, unseen in self._unsent(server, sums, ctx).items():
             new[name] = torch.where(unseen, server.tensors[name], new[name])
         return FederatedState(new)
+
+    def changed_entries(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> Mapping[str, Tensor]:
+        """Return the entries of ranks that some site of the sums has."""
+        changed = {name: sums.moved(name) for name in server.tensors if name in sums}
+        for name, unseen in self._unsent(server, sums, ctx).items():
+            if name in changed:
+                changed[name] = changed[name] & ~unseen
+        return changed
+
+    def _unsent(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> Mapping[str, Tensor]:
+        """Return masks of the entries beyond the rank of every site in the sums."""
+        most = max((self.rank_in_round(site, ctx) for site in sums.clear), default=0)
+        return heterogeneous_ranks.rows_beyond(server.tensors, most)
 
     def layout(self, spec: Spec) -> MessageLayout:
         """Declare both factors of the site's rank, in both directions."""

@@ -70,6 +70,7 @@ def seeing(pictures, tmp_path_factory):
 @pytest.mark.parametrize(
     "method,fields",
     [
+        ("fedavg", "upload_bits = 8"),
         ("fedper", ""),
         ("fedpara", ""),
         ("fedlpp", ""),
@@ -87,6 +88,7 @@ def seeing(pictures, tmp_path_factory):
         ("fedsp", "distil_steps = 3"),
     ],
     ids=[
+        "fedavg 8 bits",
         "fedper",
         "fedpara",
         "fedlpp",
@@ -110,6 +112,13 @@ def test_text(method, fields, text, tmp_path):
     ended = over_grpc(text, tmp_path, flat)
     assert ended.completed, ended.reason
     check_same(tmp_path / method, in_process(flat, TEXT, SITES), rounds=2)
+
+
+def test_a_server_optimizer(text, tmp_path):
+    flat = CONFIG | {"method.name": "fedavg", "server.optimizer": "fedadam", "task.evaluation": str(TEXT)}
+    ended = over_grpc(text, tmp_path, flat)
+    assert ended.completed, ended.reason
+    check_same(tmp_path / "fedavg", in_process(flat, TEXT, SITES), rounds=2)
 
 
 def test_noisy_steps_under_fedrand_are_charged_at_every_site(text, tmp_path):
