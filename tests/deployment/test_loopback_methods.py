@@ -71,6 +71,8 @@ def seeing(pictures, tmp_path_factory):
     "method,fields",
     [
         ("fedavg", "upload_bits = 8"),
+        ("ditto", ""),
+        ("apfl", "alpha_rate = 0.1"),
         ("fedper", ""),
         ("fedpara", ""),
         ("fedlpp", ""),
@@ -82,6 +84,7 @@ def seeing(pictures, tmp_path_factory):
         ("fedex_lora", ""),
         ("flora", "ranks = { site-1 = 3 }"),
         ("hetlora", "ranks = { site-1 = 3 }"),
+        ("hetlora", "weights = 'norm'\npruning = 0.01\npruning_factor = 0.7"),
         ("scaffold", ""),
         ("fedqsn", "server_rate = 0.1\nclient_rate = 0.1\nbits = 2"),
         ("fedqsn", "server_rate = 0.1\nclient_rate = 0.1\nbits = 4\nquantiser = 'absmax'\nupdate = 'replace'"),
@@ -89,6 +92,8 @@ def seeing(pictures, tmp_path_factory):
     ],
     ids=[
         "fedavg 8 bits",
+        "ditto",
+        "apfl",
         "fedper",
         "fedpara",
         "fedlpp",
@@ -100,6 +105,7 @@ def seeing(pictures, tmp_path_factory):
         "fedex_lora",
         "flora",
         "hetlora",
+        "hetlora as its paper",
         "scaffold",
         "fedqsn",
         "fedqsn absmax",

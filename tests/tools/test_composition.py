@@ -11,7 +11,8 @@ from tools.pages import composition
 NOISY, SECURE, SUM, SERVER, MEDIAN, KRUM = composition.COLUMNS
 GRADIENTS = {"fixed_position", "random_binary", "scaffold"}
 PRODUCTS = {"fedex_lora"}
-KEEPS = {"fedotp", "fedpara", "fedper", "fedpgp", "flora", "fedrand", "fedsa_lora"}
+KEEPS = {"apfl", "ditto", "fedotp", "fedpara", "fedper", "fedpgp", "flora", "fedrand", "fedsa_lora"}
+PERSONAL = {"apfl", "ditto"}
 PROMPTS = {"fedotp", "fedpgp", "promptfl"}
 LORA = {"fedex_lora", "fedprox", "fedsa_lora", "ffa_lora", "flora", "hetlora", "la_lora", "rolora", "scaffold"}
 
@@ -53,7 +54,7 @@ def test_all_that_send_trained_weights_send_codes_but_for_scaffold():
     cells_by_method = {name: composition.cell(name, composition.CODES) for name in strategies.list_methods()}
     assert {name for name, word in cells_by_method.items() if word == "yes: `upload_bits`"} == LORA - {
         "scaffold"
-    } | PROMPTS | {
+    } | PROMPTS | PERSONAL | {
         "fedavg",
         "fedpara",
         "fedper",
