@@ -11,7 +11,7 @@ from tools.pages import composition
 NOISY, SECURE, SUM, SERVER, MEDIAN, KRUM = composition.COLUMNS
 GRADIENTS = {"fixed_position", "random_binary", "scaffold"}
 PRODUCTS = {"fedex_lora"}
-KEEPS = {"apfl", "ditto", "fedotp", "fedpara", "fedper", "fedpgp", "flora", "fedrand", "fedsa_lora"}
+KEEPS = {"fedotp", "fedpara", "fedper", "fedpgp", "flora", "fedrand", "fedsa_lora"}
 PERSONAL = {"apfl", "ditto"}
 PROMPTS = {"fedotp", "fedpgp", "promptfl"}
 LORA = {"fedex_lora", "fedprox", "fedsa_lora", "ffa_lora", "flora", "hetlora", "la_lora", "rolora", "scaffold"}
@@ -41,7 +41,7 @@ def test_a_server_optimizer_goes_with_all_that_do_not_complete_their_mean_in_the
 
 def test_noise_in_the_sum_goes_with_what_sends_one_step_as_it_is_and_keeps_nothing():
     reasons = refused(SUM)
-    assert set(reasons) == GRADIENTS | KEEPS | PRODUCTS | {"fedsp"}
+    assert set(reasons) == GRADIENTS | KEEPS | PRODUCTS | {"fedsp"} | PERSONAL
     assert {reasons[name] for name in KEEPS} == {"no: one that keeps state at the site"}
     assert all(reasons[name].startswith("no: one that changes h.") for name in PRODUCTS)
 
