@@ -15,7 +15,7 @@ With all masks removed, the vector equals the site's values up to rounding; this
 |---|---|
 | weights | the mean, which is the next broadcast, or the final model |
 | gradients, with which the server takes a plain SGD step | (w_t - w_{t+1}) / eta |
-| anything else | not shown by broadcasts: there is no `SecureSumView` |
+| anything else, or with `server.optimizer` | not shown by broadcasts: there is no `SecureSumView` |
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from fedveil.federation.secagg.flatten import VectorLayout
 from fedveil.federation.secagg.mask_streams import Integers, MaskStream
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
 from fedveil.ops import fedsgd
+from fedveil.ops.server_optimizer import ServerOptimizer
 from fedveil.records.tensor_state import load_state
 from fedveil.strategies.fixed_position import FixedPosition
 from fedveil.strategies.random_binary import RandomBinary
@@ -154,6 +155,8 @@ class SecureSumView(_WithoutUploads):
     def from_capture(cls, tap: MessageCapture, exchange: MessageExchange, final_: Weights) -> SecureSumView | None:
         """Create the view from a run's captured messages; None if broadcasts do not reveal the sums."""
         method = exchange.method
+        if exchange.optimizer is not None:  # a broadcast is then a step along the mean, which it does not show
+            return None
         if method.upload_kind == "weights" or _rate(method) is not None:
             return cls(tap, _read_as(exchange), sent=exchange, final=final_)
         return None
@@ -196,7 +199,9 @@ def secagg_view_of_run(
     tap = MessageCapture(folder / "tap", FileSeal.of_environment())
     list(tap.messages())  # raises an error that says how to capture messages
     server = method.models(load_state(folder / "final" / "server.safetensors"))["server"]
-    return *secagg_views(tap, MessageExchange(method, config.method.name, task.spec), config, server), server
+    optimizer = ServerOptimizer.from_config(config.server)
+    exchange = MessageExchange(method, config.method.name, task.spec, optimizer)
+    return *secagg_views(tap, exchange, config, server), server
 
 
 def secagg_views(

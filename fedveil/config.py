@@ -31,6 +31,7 @@ __all__ = [
     "RunConfig",
     "RunSection",
     "SecureConfig",
+    "ServerConfig",
     "SinksConfig",
     "TaskConfig",
     "TrainConfig",
@@ -494,6 +495,20 @@ class AggregateConfig(ConfigSection):
     )
 
 
+class ServerConfig(ConfigSection):
+    """The server's step along the change that a round's uploads make (Reddi et al. 2021)."""
+
+    optimizer: Literal["none", "fedavgm", "fedadam", "fedyogi", "fedadagrad"] = Field(
+        "none", description="server optimizer over the method's aggregated update; none = the update as it is"
+    )
+    learning_rate: float = Field(
+        0.0, ge=0, le=1e3, description="eta of the server optimizer; 0 = 1 for fedavgm, 0.01 for the others"
+    )
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment; the momentum of fedavgm")
+    beta2: float = Field(0.99, ge=0, lt=1, description="fedadam, fedyogi: decay of the second moment")
+    tau: float = Field(1e-3, gt=0, le=1e3, description="adaptive optimizers: added to the root of the second moment")
+
+
 class SecureConfig(ConfigSection):
     """Secure aggregation: the server gets the sum of a round's uploads, and no single one."""
 
@@ -576,6 +591,7 @@ class RunConfig(ConfigSection):
     evaluate: EvaluateConfig = EvaluateConfig()
     cohort: CohortConfig = CohortConfig()
     aggregate: AggregateConfig = AggregateConfig()
+    server: ServerConfig = ServerConfig()
     secure: SecureConfig = SecureConfig()
     client: ClientConfig = ClientConfig()
     sinks: SinksConfig = SinksConfig()

@@ -11,6 +11,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -142,7 +143,7 @@ def best_state(folder: Path, round_: int) -> FederatedState:
     scalars, loop = (cast("dict[str, Any]", saved.scalars[key]) for key in ("server", "loop"))
     if loop["round"] != round_:
         raise StateError(f"{best_file(folder, round_)}: expected round {round_}, found {loop['round']}; {_WITHOUT}")
-    return FederatedState(saved.tensors, scalars)
+    return replace(saved, scalars=scalars)
 
 
 def sealed_id(name: str) -> bytes:

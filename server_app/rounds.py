@@ -33,6 +33,7 @@ from fedveil.errors import ConfigError, QuorumError
 from fedveil.federation import aggregation_rules
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.secagg.plan import config_digest
+from fedveil.ops.server_optimizer import ServerOptimizer
 from fedveil.privacy.guarantee_source import guarantee_of
 from fedveil.records.tensor_state import state_digest
 from fedveil.server_app import connected_sites, run_fingerprint
@@ -97,8 +98,9 @@ class RoundLoop:
         spec = self._spec or param_specs_of(weights)
         self._server = self.method.init(spec, weights, rng.initial_stream(self.settings.seed, "method init"))
         self._exchange = MessageExchange(
-            self.method, self.settings.method or type(self.method).__module__.rpartition(".")[2], spec
-        )
+            self.method, self.settings.method or type(self.method).__module__.rpartition(".")[2], spec,
+            ServerOptimizer.from_config(self.settings.server),
+        )  # fmt: skip
         self.settings.check(self._exchange)
         if self.settings.secure.enabled:
             config = parse(self.settings.config)
@@ -371,6 +373,6 @@ class RoundLoop:
     def _park(self) -> None:
         """Move the state out of memory: until the next round ends it is only read, one tensor at a time."""
         if self.folder:
-            self._server = FederatedState(
-                mmap_tensors.mmap_weights(self.server.tensors, self.folder.folder), self.server.scalars
-            )
+            tensors = mmap_tensors.mmap_weights(self.server.tensors, self.folder.folder)
+            moments = mmap_tensors.mmap_weights(self.server.moments, self.folder.folder)
+            self._server = FederatedState(tensors, self.server.scalars, moments)

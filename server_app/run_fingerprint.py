@@ -47,7 +47,8 @@ _PIECES, _PIECE_BYTES = 64, 1 << 20  # a file of up to 64 MiB is read whole
 
 def run_terms(exchange: MessageExchange, settings: RunSettings) -> Terms:
     """The terms of a run, as JSON values by key."""
-    sections = {"cohort": settings.cohort, "aggregate": settings.aggregate, "secure": settings.secure}
+    parts = ("cohort", "aggregate", "server", "secure")
+    sections = {part: getattr(settings, part) for part in parts}
     own = {f"{s}.{k}": v for s, section in sections.items() for k, v in section.model_dump(by_alias=True).items()}
     config = {key: value for key, value in settings.config.items() if key not in _NOT_THE_RUNS}
     method = exchange.method

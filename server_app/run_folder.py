@@ -214,7 +214,9 @@ class RunFolder:
     def checkpoint(self, server: FederatedState, loop: Mapping[str, Any]) -> None:
         """Write the state after a complete round, with what the loop needs to continue. Preserve the previous one."""
         scalars = {"server": dict(server.scalars), "loop": dict(loop), "id": self.id}
-        save_state(FederatedState(server.tensors, scalars), self._checkpoint, keep=self.folder / checkpoints.BEFORE)
+        save_state(
+            dataclasses.replace(server, scalars=scalars), self._checkpoint, keep=self.folder / checkpoints.BEFORE
+        )
 
     def load_checkpoint(self) -> tuple[FederatedState, dict[str, Any]]:
         """Read the last checkpoint; if it is damaged, the previous one.
@@ -228,7 +230,7 @@ class RunFolder:
             self.audit("checkpoint", {"reason": note})
         loop: Any = saved.scalars["loop"]
         scalars: Any = saved.scalars["server"]
-        return FederatedState(saved.tensors, scalars), loop
+        return dataclasses.replace(saved, scalars=scalars), loop
 
     def resume(self, round_: int, changes: Mapping[str, Any]) -> None:
         """Record that the run continues with `round_`, and what happened to unfinished attempts."""

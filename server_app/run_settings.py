@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fedveil.config import AggregateConfig, CohortConfig, RunConfig, SecureConfig
+from fedveil.config import AggregateConfig, CohortConfig, RunConfig, SecureConfig, ServerConfig
 from fedveil.federation import aggregation_rules
 from fedveil.federation.exchange import MessageExchange
 from fedveil.server_app.evaluation import ModelSelection
@@ -26,6 +26,7 @@ class RunSettings:
         tap: store every message in the run folder.
         limits: the limits of the upload validation.
         secure: whether the server sees individual uploads, and how they are hidden otherwise.
+        server: the server's optimizer and its constants.
         choice: how the scores decide on the final model and the end of the run; None: not at all.
         config: the run config by key, which a resumed run must match; {} for a caller without one.
     """
@@ -41,6 +42,7 @@ class RunSettings:
     config: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     secure: SecureConfig = field(default_factory=SecureConfig)
     choice: ModelSelection | None = None
+    server: ServerConfig = field(default_factory=ServerConfig)
 
     @property
     def quorum(self) -> int:
@@ -51,6 +53,7 @@ class RunSettings:
     def check(self, exchange: MessageExchange) -> None:
         """Raise ConfigError for a rule that the method or the cohort does not allow."""
         aggregation_rules.check_rule(exchange, self.aggregate)
+        aggregation_rules.check_server_optimizer(exchange)
         aggregation_rules.check_cohort(self.secure, self.aggregate, self.cohort)
         aggregation_rules.check_entries(exchange.method, self.secure, self.cohort)
 
@@ -61,4 +64,5 @@ class RunSettings:
         return cls(
             config.cohort, config.aggregate, run.seed, run.deterministic, name, config.method.name,
             run.capture_messages, config=config.flat(), secure=config.secure, choice=choice,
+            server=config.server,
         )  # fmt: skip

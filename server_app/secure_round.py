@@ -119,7 +119,7 @@ class SecureRoundAttempt(RoundAttempt):
             attempt.close()
             if self.pending is not None:
                 self.pending.save(PendingSum(attempt, tally.turns, self.scalars), attempt.masked_total)
-            return self.exchange.method.server_update(self.server, self._open_sum(), self.server_ctx)
+            return self.exchange.server_update(self.server, self._open_sum(), self.server_ctx)
         except (QuorumError, WireError) as error:
             tally.unseen["reason"] = sanitize(str(error), REASON_CHARACTERS)
             # Its sites may have agreed to a sum, or mask once a round because they send different entries.

@@ -23,6 +23,7 @@ Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `f
 |---|---|
 | no upload | the weights stay, bit for bit |
 | one upload | its weights, bit for bit |
+| `upload_bits` | the mean is over decoded weights, each off by at most half a step of its block; no error feedback |
 | LoRA factors | A and B are averaged separately, and mean(B) mean(A) is not mean(B A): see `aggregation_gap` of
   `fedveil.ops.lora_algebra` |
 
@@ -36,53 +37,38 @@ from typing import final
 
 from fedveil.adapters.adapter_types import AnyAdapter
 from fedveil.adapters.lora import LoraAdapter
-from fedveil.contract.contributions import AggregateSums, ClientContributions, weighted_contributions
-from fedveil.contract.layout import MessageLayout, Payload
-from fedveil.contract.method import FederatedState, Method, RoundContext
-from fedveil.contract.param_spec import Spec, Weights
+from fedveil.contract.contributions import AggregateSums
+from fedveil.contract.layout import Payload
+from fedveil.contract.method import FederatedState, RoundContext
 from fedveil.contract.trainer import Trainer
-from fedveil.rng import RandomStream
-from fedveil.wire.payloads import WireDtype, cast_to, dense_fields, lazy_spec, payload_tensors
+from fedveil.ops.weight_averaging import WeightAveragingMethod
+from fedveil.wire.payloads import WireDtype, lazy_spec, payload_tensors
 
 __all__ = ["FedAvg"]
 
 
 @final
 @dataclass(frozen=True)
-class FedAvg(Method):
+class FedAvg(WeightAveragingMethod):
     """Every client shares all trained weights.
 
     Attributes:
         adapter: the trained parameters: LoRA factors or all weights.
         wire_dtype: dtype on the wire in both directions; sums are always fp32.
+        upload_bits: bits per code of uploaded weights, 2 to 8, with a scale per 256 weights; 0: not quantized.
     """
 
     adapter: AnyAdapter = field(default_factory=LoraAdapter)
     wire_dtype: WireDtype = "float32"
-
-    def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
-        """Return w_0, the adapter's initial weights."""
-        return FederatedState(dict(weights))
-
-    def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
-        """Return w_t, the same for every client."""
-        return Payload(cast_to(server.tensors, self.wire_dtype))
+    upload_bits: int = 0
 
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
         """Run ClientUpdate: local epochs from w_t, without private state."""
         trained = trainer.train(lazy_spec(payload_tensors(down), trainer.spec)).weights
-        return None, Payload(cast_to(trained, self.wire_dtype))
-
-    def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """Return n_k w^k, and n_k."""
-        return weighted_contributions(payload_tensors(payload), num_examples)
+        return None, Payload(self._uploads.sent(trained))
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
         """Return w_(t+1) = sum_k (n_k / m_t) w^k."""
         return FederatedState(sums.means(server.tensors))
-
-    def layout(self, spec: Spec) -> MessageLayout:
-        """Declare every tensor, in both directions."""
-        return MessageLayout(dense_fields(spec, "down", self.wire_dtype) + dense_fields(spec, "up", self.wire_dtype))

@@ -92,6 +92,11 @@ class FedExLoRA(WeightAveragingMethod):
     upload_bits: int = 0
 
     @property
+    def server_optimizer_conflict(self) -> str:
+        """Return the reason: the base takes exactly the part of the mean product that the factors do not."""
+        return "would move the factors apart from the residual that completes their mean"
+
+    @property
     def sends_same_broadcast(self) -> bool:
         """Return False: a site that has the residual gets only its change."""
         return False

@@ -62,10 +62,13 @@ class FedOTP(SharedPromptMethod):
     Attributes:
         adapter: a prompt of form "transport", or of form "sum" for no transport.
         wire_dtype: dtype on the wire in both directions; sums are always fp32.
+        upload_bits: bits per code of the uploaded prompt, 2 to 8, with a scale per 256 weights; 0: not quantized.
     """
 
     adapter: PromptAdapter = field(default_factory=lambda: PromptAdapter(form="transport"))
     wire_dtype: WireDtype = "float32"
+    upload_bits: int = 0
 
     def __post_init__(self) -> None:
         prompt_tensors.check_form(self.adapter, ("transport", "sum"))
+        self._uploads  # noqa: B018  # it checks the bits

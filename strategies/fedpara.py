@@ -66,7 +66,7 @@ from fedveil.contract.trainer import Trainer
 from fedveil.ops.lora_algebra import drop_private_factors, factor_modules
 from fedveil.ops.weight_averaging import WeightAveragingMethod
 from fedveil.rng import RandomStream
-from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, payload_tensors
+from fedveil.wire.payloads import WireDtype, as_spec, dense_fields, payload_tensors
 
 __all__ = ["FedPara"]
 
@@ -79,10 +79,12 @@ class FedPara(WeightAveragingMethod):
     Attributes:
         adapter: the two pairs, and how the private pair enters the product.
         wire_dtype: dtype on the wire in both directions; sums are always fp32.
+        upload_bits: bits per code of the uploaded pair, 2 to 8, with a scale per 256 weights; 0: not quantized.
     """
 
     adapter: HadamardLoraAdapter = field(default_factory=HadamardLoraAdapter)
     wire_dtype: WireDtype = "float32"
+    upload_bits: int = 0
 
     @property
     def keeps_private_state(self) -> bool:
@@ -103,7 +105,7 @@ class FedPara(WeightAveragingMethod):
         own = private.tensors if private is not None else self._drawn(trainer.spec, ctx.rng("private pair"))
         start = {n: received[n] if n in received else own[n] for n in trainer.spec}  # Eq. 2
         trained = trainer.train(as_spec(start, trainer.spec)).weights
-        return FederatedState(dict(trained)), Payload(cast_to(drop_private_factors(trained), self.wire_dtype))
+        return FederatedState(dict(trained)), Payload(self._uploads.sent(drop_private_factors(trained)))
 
     def _drawn(self, spec: Spec, rng: RandomStream) -> dict[str, Tensor]:
         shared = drop_private_factors(spec)
@@ -135,6 +137,4 @@ class FedPara(WeightAveragingMethod):
     def layout(self, spec: Spec) -> MessageLayout:
         """Declare the shared pair, in both directions."""
         shared = drop_private_factors(spec)
-        return MessageLayout(
-            dense_fields(shared, "down", self.wire_dtype) + dense_fields(shared, "up", self.wire_dtype)
-        )
+        return MessageLayout(dense_fields(shared, "down", self.wire_dtype) + self._uploads.fields(shared))

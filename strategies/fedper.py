@@ -66,6 +66,7 @@ from fedveil.contract.method import FederatedState, Method, RoundContext
 from fedveil.contract.param_spec import Spec, Weights
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError, StateError
+from fedveil.ops.upload_quantization import UploadQuantization
 from fedveil.rng import RandomStream
 from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, payload_tensors
 
@@ -83,15 +84,22 @@ class FedPer(Method):
         layers: number of shared layers, counted from the output.
         adapter: LoRA.
         wire_dtype: dtype on the wire in both directions; sums are always fp32.
+        upload_bits: bits per code of uploaded weights, 2 to 8, with a scale per 256 weights; 0: not quantized.
     """
 
     layers: int = 2
     adapter: LoraAdapter = field(default_factory=LoraAdapter)
     wire_dtype: WireDtype = "float32"
+    upload_bits: int = 0
 
     def __post_init__(self) -> None:
         if self.layers < 1:
             raise ConfigError(f"layers: expected at least 1 shared layer, found {self.layers}")
+        self._uploads  # noqa: B018  # it checks the bits
+
+    @property
+    def _uploads(self) -> UploadQuantization:
+        return UploadQuantization(self.wire_dtype, self.upload_bits)
 
     @property
     def has_partial_uploads(self) -> bool:
@@ -143,11 +151,11 @@ class FedPer(Method):
         # A server that repeats round 0 must not get later training: private state shows whether it was already sent.
         first = ctx.round == 0 and private is None
         sent, variant = (trained, "all") if first else (_only(top, trained), "top")
-        return FederatedState(dict(trained), {"round": ctx.round}), Payload(cast_to(sent, self.wire_dtype), variant)
+        return FederatedState(dict(trained), {"round": ctx.round}), Payload(self._uploads.sent(sent), variant)
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
         """Return n_k W^k, and n_k: for all layers in round 0, for the top layers afterwards."""
-        sent = payload_tensors(payload)
+        sent = self._uploads.opened(payload)
         return weighted_contributions(sent if ctx.round == 0 else _only(self._top(spec), sent), num_examples)
 
     def aggregate_shapes(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
@@ -173,8 +181,8 @@ class FedPer(Method):
         both = ("all", "top")
         fields = dense_fields(shared, "down", self.wire_dtype, both)
         fields += dense_fields(lower, "down", self.wire_dtype, ("all",), "round 0, or first participation after it")
-        fields += dense_fields(shared, "up", self.wire_dtype, both)
-        return MessageLayout(fields + dense_fields(lower, "up", self.wire_dtype, ("all",), "round 0"))
+        fields += self._uploads.fields(shared, both)
+        return MessageLayout(fields + self._uploads.fields(lower, ("all",), "round 0"))
 
     def _top(self, names: Iterable[str]) -> frozenset[str]:
         """Return the names of the top layers' tensors. Raises ConfigError if no name has a layer number."""

@@ -48,17 +48,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import final
 
-import torch
-from torch import Tensor
-
 from fedveil.adapters.adapter_types import AnyAdapter
 from fedveil.adapters.lora import LoraAdapter
 from fedveil.contract.contributions import AggregateSums
 from fedveil.contract.layout import Payload
 from fedveil.contract.method import FederatedState, RoundContext
-from fedveil.contract.param_spec import Weights
 from fedveil.contract.privacy import check_number
-from fedveil.contract.trainer import Penalty, Trainer
+from fedveil.contract.trainer import Trainer
+from fedveil.ops.proximal import proximal_penalty
 from fedveil.ops.weight_averaging import WeightAveragingMethod
 from fedveil.wire.payloads import WireDtype, as_spec, payload_tensors
 
@@ -92,21 +89,9 @@ class FedProx(WeightAveragingMethod):
     ) -> tuple[FederatedState | None, Payload]:
         """Train on Eq. 2 from w^t, without private state."""
         start = as_spec(payload_tensors(down), trainer.spec)
-        trained = trainer.train(start, penalty=_proximal(self.mu, start) if self.mu else None).weights
+        trained = trainer.train(start, penalty=proximal_penalty(self.mu, start)).weights
         return None, Payload(self._uploads.sent(trained))
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
         """Return the mean."""
         return FederatedState(sums.means(server.tensors))
-
-
-def _proximal(mu: float, centre: Weights) -> Penalty:
-    """Return the penalty mu / 2 ||w - centre||^2; it copies the centre to the weights' device once."""
-    there: dict[str, Tensor] = {}
-
-    def penalty(now: Weights) -> Tensor:
-        if not there:
-            there.update({name: centre[name].to(w) for name, w in now.items()})
-        return mu / 2 * torch.stack([(w - there[name]).square().sum() for name, w in now.items()]).sum()
-
-    return penalty

@@ -53,6 +53,7 @@ from fedveil.contract.method import Distiller, FederatedState, Method, RoundCont
 from fedveil.contract.param_spec import Spec, Weights
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError, StateError
+from fedveil.ops.upload_quantization import UploadQuantization
 from fedveil.rng import RandomStream
 from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, payload_tensors
 
@@ -75,6 +76,7 @@ class FedSP(Method):
             round 0.
         adapter: a prefix with cells.
         wire_dtype: dtype on the wire in both directions; sums are always fp32.
+        upload_bits: bits per code of uploaded weights, 2 to 8, with a scale per 256 weights; 0: not quantized.
     """
 
     proxy: Literal["local", "shared"] = "local"
@@ -83,6 +85,7 @@ class FedSP(Method):
     distil_rate: float = 5e-4
     adapter: PrefixAdapter = field(default_factory=lambda: PrefixAdapter(cells=1))
     wire_dtype: WireDtype = "float32"
+    upload_bits: int = 0
 
     def __post_init__(self) -> None:
         if self.adapter.cells < 1:
@@ -93,6 +96,11 @@ class FedSP(Method):
             raise ConfigError(f"distil_steps: expected at least 0, found {self.distil_steps}")
         if not (self.distil_rate > 0 and isfinite(self.distil_rate)):
             raise ConfigError(f"distil_rate: expected a finite number above 0, found {self.distil_rate}")
+        self._uploads  # noqa: B018  # it checks the bits
+
+    @property
+    def _uploads(self) -> UploadQuantization:
+        return UploadQuantization(self.wire_dtype, self.upload_bits)
 
     @property
     def server_adapter(self) -> PrefixAdapter:
@@ -151,12 +159,12 @@ class FedSP(Method):
             frozen = {n: torch.ones((1,) * received[n].ndim, dtype=torch.bool) for n in still}
             trained = trainer.train(trained, frozen).weights
         if self.proxy == "shared":
-            return None, Payload(cast_to(trained, self.wire_dtype))
-        return FederatedState(dict(trained)), Payload(cast_to({PREFIX: trained[PREFIX]}, self.wire_dtype))
+            return None, Payload(self._uploads.sent(trained))
+        return FederatedState(dict(trained)), Payload(self._uploads.sent({PREFIX: trained[PREFIX]}))
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
         """Return n_k times the sent tensors, and n_k."""
-        return weighted_contributions(payload_tensors(payload), num_examples)
+        return weighted_contributions(self._uploads.opened(payload), num_examples)
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
         """Return the weighted mean of the sent tensors."""
@@ -175,9 +183,7 @@ class FedSP(Method):
         prefix = {PREFIX: spec[PREFIX]}
         others = {n: t for n, t in spec.items() if n != PREFIX}
         if self.proxy == "shared":
-            return MessageLayout(
-                dense_fields(spec, "down", self.wire_dtype) + dense_fields(spec, "up", self.wire_dtype)
-            )
+            return MessageLayout(dense_fields(spec, "down", self.wire_dtype) + self._uploads.fields(spec))
         fields = dense_fields(prefix, "down", self.wire_dtype, (_WHOLE, _PREFIX))
         fields += dense_fields(others, "down", self.wire_dtype, (_WHOLE,), "to a newcomer")
-        return MessageLayout(fields + dense_fields(prefix, "up", self.wire_dtype))
+        return MessageLayout(fields + self._uploads.fields(prefix))

@@ -94,6 +94,11 @@ class FLoRA(HeterogeneousRankMethod):
     upload_bits: int = 0
 
     @property
+    def server_optimizer_conflict(self) -> str:
+        """Return the reason: the base takes exactly the part of the mean product that the factors do not."""
+        return "would move the base apart from the products that the sites have added to it"
+
+    @property
     def sends_same_broadcast(self) -> bool:
         """Return False: a site that has the residual gets only its change."""
         return False

@@ -41,7 +41,7 @@ from fedveil.contract.layout import Payload
 from fedveil.contract.method import FederatedState, RoundContext
 from fedveil.contract.trainer import Trainer
 from fedveil.ops.weight_averaging import WeightAveragingMethod
-from fedveil.wire.payloads import WireDtype, as_spec, cast_to, payload_tensors
+from fedveil.wire.payloads import WireDtype, as_spec, payload_tensors
 
 __all__ = ["PromptFL"]
 
@@ -54,20 +54,23 @@ class PromptFL(WeightAveragingMethod):
     Attributes:
         adapter: a prompt of form "one".
         wire_dtype: dtype on the wire in both directions; sums are always fp32.
+        upload_bits: bits per code of uploaded weights, 2 to 8, with a scale per 256 weights; 0: not quantized.
     """
 
     adapter: PromptAdapter = field(default_factory=PromptAdapter)
     wire_dtype: WireDtype = "float32"
+    upload_bits: int = 0
 
     def __post_init__(self) -> None:
         prompt_tensors.check_form(self.adapter, ("one",))
+        self._uploads  # noqa: B018  # it checks the bits
 
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
         """Train from P_t, without private state."""
         trained = trainer.train(as_spec(payload_tensors(down), trainer.spec)).weights
-        return None, Payload(cast_to(trained, self.wire_dtype))
+        return None, Payload(self._uploads.sent(trained))
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
         """Return sum_k (n_k / n) P^k."""

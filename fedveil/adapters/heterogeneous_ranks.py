@@ -76,9 +76,21 @@ def pad_to_rank(factors: Mapping[str, Tensor], spec: Spec) -> dict[str, Tensor]:
     return padded_factors
 
 
+def rank_of_upload(payload: Payload) -> int:
+    """Return the rank of a message's first factor; `check_upload` compares the others."""
+    for name, value in payload.fields.items():
+        return _shape(value)[0 if factor_name(name) == "A" else 1]
+    raise WireError("upload: expected factors, found none")
+
+
 def rank_fields(up: tuple[WireField, ...], ranks: Ranks) -> tuple[WireField, ...]:
     """Return an upload's fields with a free inner width, or unchanged if all sites have the same rank."""
-    return tuple(map(_open, up)) if ranks else up
+    return open_fields(up) if ranks else up
+
+
+def open_fields(fields: tuple[WireField, ...]) -> tuple[WireField, ...]:
+    """Return the fields with a free inner width, the rank, up to the adapter's."""
+    return tuple(map(_open, fields))
 
 
 def _open(field: WireField) -> WireField:

@@ -21,6 +21,7 @@ from fedveil.contract.layout import MessageLayout, Payload
 from fedveil.contract.method import FederatedState, Method, RoundContext
 from fedveil.contract.param_spec import Spec, Weights
 from fedveil.contract.trainer import Trainer
+from fedveil.ops.upload_quantization import UploadQuantization
 from fedveil.rng import RandomStream
 from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, payload_tensors
 
@@ -71,10 +72,19 @@ class SharedPromptMethod(Method):
     Attributes:
         adapter: the prompt, of a form that has private parts.
         wire_dtype: dtype on the wire in both directions; sums are always fp32.
+        upload_bits: bits per code of the uploaded prompt, 2 to 8, with a scale per 256 weights; 0: not quantized.
     """
 
     adapter: PromptAdapter
     wire_dtype: WireDtype
+    upload_bits: int
+
+    def __post_init__(self) -> None:
+        self._uploads  # noqa: B018  # it checks the bits
+
+    @property
+    def _uploads(self) -> UploadQuantization:
+        return UploadQuantization(self.wire_dtype, self.upload_bits)
 
     @property
     def keeps_private_state(self) -> bool:
@@ -95,11 +105,11 @@ class SharedPromptMethod(Method):
         """Train all parts for the local epochs; send the shared prompt and store the others."""
         start = start_state(self.adapter, private, payload_tensors(down), trainer.spec, ctx.rng("init"))
         trained = trainer.train(start).weights
-        return FederatedState(private_names(trained)), Payload(cast_to(shared_names(trained), self.wire_dtype))
+        return FederatedState(private_names(trained)), Payload(self._uploads.sent(shared_names(trained)))
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
         """Return n_i times the shared prompt, and n_i."""
-        return weighted_contributions(payload_tensors(payload), num_examples)
+        return weighted_contributions(self._uploads.opened(payload), num_examples)
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
         """Return the weighted mean of the shared prompts."""
@@ -110,12 +120,11 @@ class SharedPromptMethod(Method):
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
         """Return the model with only the shared prompt and, if given, the one with a client's own parts."""
-        clients = {"client": {**server.tensors, **private.tensors}} if private is not None else {}
-        return {"server": server.tensors, **clients}
+        neutral = private_state(self.adapter, server.tensors)
+        clients = {"client": {**neutral, **private.tensors}} if private is not None else {}
+        return {"server": neutral, **clients}
 
     def layout(self, spec: Spec) -> MessageLayout:
         """Return the shared prompt as the only field, in both directions."""
         shared = shared_names(spec)
-        return MessageLayout(
-            dense_fields(shared, "down", self.wire_dtype) + dense_fields(shared, "up", self.wire_dtype)
-        )
+        return MessageLayout(dense_fields(shared, "down", self.wire_dtype) + self._uploads.fields(shared))

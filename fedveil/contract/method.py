@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from fedveil.contract import held_out_report, row_counts
 from fedveil.contract.adapter import Adapter
@@ -53,10 +54,17 @@ REPORT_FIELDS = held_out_report.FIELDS | row_counts.FIELDS | TRAINING_FIELDS
 
 @dataclass(frozen=True)
 class FederatedState:
-    """State of a server or a client: named tensors and JSON values, so one checkpoint format serves all methods."""
+    """State of a server or a client: named tensors and JSON values, so one checkpoint format serves all methods.
+
+    Attributes:
+        tensors: tensors of the method, by name.
+        scalars: JSON values of the method.
+        moments: tensors of the server's optimizer (`server.optimizer`), which no method reads or sends.
+    """
 
     tensors: Weights = field(default_factory=dict)
     scalars: Mapping[str, object] = field(default_factory=dict)
+    moments: Weights = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -147,6 +155,15 @@ class Method(ABC):
     def uses_local_optimizer(self) -> bool:
         """Return whether clients make the optimizer steps of `train.*`; if not, keys of such steps are refused."""
         return True
+
+    @property
+    def server_optimizer_conflict(self) -> str:
+        """Return why `server.optimizer` cannot step along the change of `server_update`; "" if it can.
+
+        It can if the trained tensors of the server's state are free: nothing else in the state, or at a site, must
+        agree with the change that `server_update` made to them.
+        """
+        return ""
 
     @property
     def requests_raw_gradient(self) -> bool:
@@ -242,6 +259,13 @@ class Method(ABC):
     @abstractmethod
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
         """Return the server's next state, from sums over at least one client. The server's `ctx` names no client."""
+
+    def changed_entries(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> Mapping[str, Tensor]:
+        """Return, for each tensor of the state that some site sent, a mask of the entries that some site sent.
+
+        A server optimizer moves only these. It is called before `server_update`, which may take sums away.
+        """
+        return {name: sums.moved(name) for name in server.tensors if name in sums}
 
     def plan_entries(self, spec: Spec, cohort: Sequence[str], fewest: int, ctx: RoundContext) -> EntryTable:
         """Draw which site sends which entries of a round under secure aggregation, if `plans_entries` is True.

@@ -70,6 +70,15 @@ def check_rule(exchange: MessageExchange, aggregate: AggregateConfig) -> None:
         )
 
 
+def check_server_optimizer(exchange: MessageExchange) -> None:
+    """Raise ConfigError if the exchange has a server optimizer that the method's algebra does not allow."""
+    if exchange.optimizer is not None and (why := exchange.method.server_optimizer_conflict):
+        raise ConfigError(
+            f'server.optimizer: expected "none" with {exchange.name}, found one that {why}; set it to "none" or choose '
+            "another method"
+        )
+
+
 def check_cohort(secure: SecureConfig, aggregate: AggregateConfig, cohort: CohortConfig) -> None:
     """Raise ConfigError for settings that this cohort, or a sum of masked uploads, does not allow with any method."""
     check_secure(secure, aggregate, cohort)

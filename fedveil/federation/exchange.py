@@ -10,16 +10,17 @@ from functools import cached_property
 from typing_extensions import override
 
 from fedveil.contract.codec import Buffer
-from fedveil.contract.contributions import AddedAggregateSums, ClientContributions
+from fedveil.contract.contributions import AddedAggregateSums, AggregateSums, ClientContributions
 from fedveil.contract.layout import Direction, MessageLayout, Payload, WireField
 from fedveil.contract.message_address import MessageAddress
 from fedveil.contract.method import AcceptedUpload, FederatedState, Method, RoundContext
-from fedveil.contract.param_spec import Spec, Weights
+from fedveil.contract.param_spec import Spec, Weights, movable_names
 from fedveil.contract.privacy import Sampling
 from fedveil.contract.trainer import BatchIndices, Frozen, Penalty, PerExampleGradientSource, Trainer, TrainingResult
 from fedveil.contract.trainer_wrappers import TrainerWrapper, WrappedGradientSource
 from fedveil.errors import WireError
 from fedveil.ops.running_sums import RunningSums
+from fedveil.ops.server_optimizer import ServerOptimizer
 from fedveil.rng import RandomStream
 from fedveil.wire.envelope import DecodedMessage, EnvelopeStamp, PackedMessage, pack_message_parts, unpack_message
 from fedveil.wire.validation import message_bounds
@@ -40,11 +41,13 @@ class MessageExchange:
         method: the method with its hyperparameters.
         name: the method's file name, which the envelope carries.
         spec: the trained tensors.
+        optimizer: the server's optimizer, which only the server uses; None: the method's own update.
     """
 
     method: Method
     name: str
     spec: Spec = field(repr=False)
+    optimizer: ServerOptimizer | None = None
 
     @cached_property
     def layout(self) -> MessageLayout:
@@ -158,7 +161,15 @@ class MessageExchange:
             del upload, terms
         if ctx is None or count < least:
             return server
-        return self.method.server_update(server, sums, replace(ctx, client="", is_new=False))
+        return self.server_update(server, sums, replace(ctx, client="", is_new=False))
+
+    def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
+        """Return the next state: the method's, or the step of the server's optimizer along the method's change."""
+        if self.optimizer is None:
+            return self.method.server_update(server, sums, ctx)
+        changed = self.method.changed_entries(server, sums, ctx)
+        proposed = self.method.server_update(server, sums, ctx)
+        return self.optimizer.next_state(server, proposed, changed, movable_names(self.spec))
 
 
 def _finite(message: DecodedMessage) -> Payload:

@@ -27,6 +27,7 @@ from fedveil.federation.secagg.in_process import InProcessSecureSums, secagg_con
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
 from fedveil.federation.secagg.plan_checks import SiteRequirements
 from fedveil.ops.krum import MultiKrumAggregator
+from fedveil.ops.server_optimizer import ServerOptimizer
 from fedveil.privacy.dp_sgd import DpSgdConfig, NoisyTrainer
 from fedveil.privacy.guarantee_source import check_class_names, guarantee_of
 from fedveil.rng import derive_secret
@@ -92,6 +93,8 @@ class InProcessFederation:
         self._claim = guarantee_of(self.exchange.method, self.config)
         check_class_names(self._claim, self.config)
         check_seeded(self._claim.budget if self._claim else None, self.config.run.deterministic)
+        self.exchange = replace(self.exchange, optimizer=ServerOptimizer.from_config(self.config.server))
+        aggregation_rules.check_server_optimizer(self.exchange)
         aggregation_rules.check_rule(self.exchange, self.config.aggregate)
         aggregation_rules.check_secure(self.config.secure, self.config.aggregate, self.config.cohort)
         aggregation_rules.check_entries(self.exchange.method, self.config.secure, self.config.cohort, len(self.sites))
@@ -159,7 +162,7 @@ class InProcessFederation:
         if entries is not None:
             entries.require_sum(chosen, attempt.uploads, attempt.plan.least)
         ctx = replace(server_ctx, entries=entries)
-        return self.exchange.method.server_update(self.server, unseen.sums(attempt, summed, clear), ctx)
+        return self.exchange.server_update(self.server, unseen.sums(attempt, summed, clear), ctx)
 
     def _context(self, round_: int, site: str, secret_: bytes, entries: EntryTable | None = None) -> RoundContext:
         is_new, in_sum = site not in self.participated, self.config.secure.noise == "sum"

@@ -140,6 +140,11 @@ class FedSgdMethod(Method):
         """Return True for local epochs, False for the gradient of a single batch."""
         return self.exchange == "epoch"
 
+    @property
+    def server_optimizer_conflict(self) -> str:
+        """Return the reason: Adam at the server is an optimizer already."""
+        return "would follow the method's own server optimizer (optimiser)" if self.optimiser != "sgd" else ""
+
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """Return w_0, and zero moments for Adam."""
         return start_state(weights, self.optimiser)

@@ -1,8 +1,7 @@
 """Base classes of methods that broadcast the server's tensors and average the trained weights.
 
 A method's own file has its fields, the algorithm of client and server (`client`, `server_update`), and its
-deviations. A server optimizer, such as FedAdam or momentum, is a method that overrides `server_update` and keeps its
-state in the server's `FederatedState`; docs/extend/method.md shows one.
+deviations. `fedveil.ops.server_optimizer` has server optimizers for all methods.
 """
 
 from __future__ import annotations

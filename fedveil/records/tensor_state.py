@@ -25,6 +25,7 @@ from fedveil.encrypted_files import FileSeal
 from fedveil.errors import StateError
 from fedveil.records.atomic_files import write_atomic
 
+_MOMENT = "server.optimizer/"  # before the name of a moment; no parameter of a model has a slash in its name
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -52,7 +53,9 @@ def load_state(path: Path, seal: FileSeal = FileSeal(), role: str = "") -> Feder
         checksum, _, scalars = header["__metadata__"]["scalars"].partition(" ")
         if _checksum(tensors, scalars) != checksum:
             raise ValueError("its checksum does not match its content")
-        return FederatedState(tensors, json.loads(scalars))
+        own = {name: tensor for name, tensor in tensors.items() if not name.startswith(_MOMENT)}
+        moments = {name.removeprefix(_MOMENT): tensors[name] for name in tensors.keys() - own.keys()}
+        return FederatedState(own, json.loads(scalars), moments)
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError, RecursionError) as error:
         raise StateError(
             f"{path}: expected a state file as this version writes it, found none that can be read ({error}); it was "
@@ -63,10 +66,11 @@ def load_state(path: Path, seal: FileSeal = FileSeal(), role: str = "") -> Feder
 def _parts(state: FederatedState) -> Iterator[Buffer]:
     """Return the bytes of a safetensors file, without the library's writer, which holds the state three times."""
     scalars = json.dumps(dict(state.scalars))
+    named = {**state.tensors, **{_MOMENT + name: tensor for name, tensor in state.moments.items()}}
     # One entry, because equal states must give equal files.
-    header: dict[str, Any] = {"__metadata__": {"scalars": f"{_checksum(state.tensors, scalars)} {scalars}"}}
+    header: dict[str, Any] = {"__metadata__": {"scalars": f"{_checksum(named, scalars)} {scalars}"}}
     # The widest entries first, as in the library, so that every tensor begins at a multiple of its entry width.
-    tensors = dict(sorted(state.tensors.items(), key=lambda named: (-named[1].element_size(), named[0])))
+    tensors = dict(sorted(named.items(), key=lambda each: (-each[1].element_size(), each[0])))
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import dataclasses
 import inspect
 import json
 import weakref
@@ -16,10 +17,11 @@ from hypothesis import strategies as st
 
 from fedveil import rng, strategies
 from fedveil.config import parse
+from fedveil.contract.codec import QuantizedTensor
 from fedveil.contract.layout import Payload
 from fedveil.contract.method import AcceptedUpload, FederatedState, RoundContext
 from fedveil.contract.param_spec import ParamSpec
-from fedveil.errors import StateError, WireError
+from fedveil.errors import ConfigError, StateError, WireError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.in_process import InProcessFederation
 from fedveil.records.tensor_state import state_digest
@@ -35,6 +37,10 @@ SECRET = bytes(range(32))
 def spec_for(method) -> dict[str, ParamSpec]:
     """What the method's adapter would train, tiny."""
     return dict(method.adapter.example_spec())
+
+
+def fields_of(name: str) -> set[str]:
+    return {field.name for field in dataclasses.fields(strategies.load_method(name))}
 
 
 def weights_for(spec, seed: int = 271828):
@@ -327,6 +333,59 @@ def test_mean_of_equal_uploads_is_the_upload(name, counts):
     once = aggregated(method, server, uploads([1]))
     many = aggregated(method, server, uploads(counts))
     assert equal(method.models(once)["server"], method.models(many)["server"])
+
+
+def with_optimizer(exchange: MessageExchange, **changes) -> InProcessFederation:
+    """All three sites in every round, with these changes of the config."""
+    run = federation(exchange)
+    config = parse(run.config.flat() | {"cohort.fraction": 1.0} | changes)
+    return InProcessFederation(exchange, config, run.trainer_for, run.sites, start(exchange))
+
+
+def test_a_server_optimizer_steps_along_the_methods_update_or_is_refused_with_the_reason(exchange):
+    """Momentum of rate 1 without memory is the method itself."""
+    momentum = {"server.optimizer": "fedavgm", "server.beta1": 0.0}
+    if why := exchange.method.server_optimizer_conflict:
+        with pytest.raises(ConfigError, match=f"server.optimizer: .*{why}"):
+            with_optimizer(exchange, **momentum)
+        return
+    plain, same, adam = (
+        with_optimizer(exchange, **changes) for changes in ({}, momentum, {"server.optimizer": "fedadam"})
+    )
+    for round_ in (0, 1):
+        for run in (plain, same, adam):
+            run.round(round_)
+    wanted, found, other = (run.models()["server"] for run in (plain, same, adam))
+    for name, w in wanted.items():
+        torch.testing.assert_close(found[name], w, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    assert set(adam.server.tensors) == set(plain.server.tensors)
+    assert any(not torch.equal(other[name], w) for name, w in wanted.items())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("name", [name for name in METHODS if "upload_bits" in fields_of(name) and name != "fedqsn"])
+def test_codes_on_the_wire_are_off_by_half_a_step_of_their_block(name, bits):
+    """The twin decodes by hand: of each 256 weights, the largest magnitude is the last of 2^(bits-1) - 1 steps."""
+    sent = []
+    for fields in ("", f"upload_bits = {bits}"):
+        method = strategies.create_method(name, fields)
+        exchange = MessageExchange(method, name, spec_for(method))
+        ctx = RoundContext(0, "a", True, SECRET)
+        _, _, up = one_turn(exchange, start(exchange))
+        message = exchange.receive(up, 0)
+        sent.append(
+            {term.name: term.value for term in method.contributions(message.payload, 3, exchange.spec, ctx).tensors}
+        )
+        assert any(isinstance(value, QuantizedTensor) for value in message.payload.fields.values()) == bool(fields)
+    plain, coded = sent
+    assert plain.keys() == coded.keys()
+    if name in ("fedex_lora", "flora"):  # their terms are products of factors, too
+        return
+    for term, value in plain.items():
+        blocks = torch.nn.functional.pad(value.flatten().float(), (0, -value.numel() % 256)).view(-1, 256)
+        step = blocks.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+        found = torch.nn.functional.pad(coded[term].flatten().float(), (0, -value.numel() % 256)).view(-1, 256)
+        assert bool(((found - blocks).abs() <= step * 0.5001 + 1e-7).all()), term
 
 
 def test_newcomer_in_a_later_round_takes_part(exchange):

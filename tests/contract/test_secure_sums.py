@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fedveil.federation.secagg.entry_plan import plan_entries
 from fedveil.federation.secagg.fixed_point import FixedPointRing
 from fedveil.federation.secagg.in_process import InProcessSecureSums, secagg_config_of
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
+from fedveil.ops.server_optimizer import ServerOptimizer
 from tests.conftest import ToyTrainer
 from tests.contract.test_contract import METHODS, SECRET, as_upload, spec_for, start
 
@@ -25,12 +27,14 @@ MOST_EXAMPLES = 10
 # Silent before the upload, deaf afterwards, round by round: nobody, or one of them, as many as there may be.
 PATTERNS = [("", ""), ("b", ""), ("", "b"), ("c", "c"), ("", "d")]
 VARIANTS = {
-    "fedavg": [{"wire_dtype": "bfloat16"}],
+    "fedavg": [{"wire_dtype": "bfloat16"}, {"upload_bits": 4}],
+    "fedotp": [{"upload_bits": 4}],
+    "fedpara": [{"upload_bits": 4}],
     "fedex_lora": [{"wire_dtype": "bfloat16"}, {"upload_bits": 4}],
     "flora": [{"ranks": {"b": 3, "e": 1}}, {"upload_bits": 4}],
     "hetlora": [{"ranks": {"b": 3, "e": 1}}, {"upload_bits": 4}],
     "fedlpp": [{"update": "replace", "bits": 4}],
-    "fedper": [{"layers": 1}],
+    "fedper": [{"layers": 1}, {"upload_bits": 4}],
     "fedqsn": [
         {"upload_bits": 2},
         {"exact": True},
@@ -115,7 +119,7 @@ class Both:
         sums = self.local.sums(attempt, summed, clear, deaf)
         sums.check(1e6)
         wanted = self.exchange.aggregate(self.server, uploads)
-        secure_state = self.exchange.method.server_update(
+        secure_state = self.exchange.server_update(
             self.server, sums, RoundContext(round_, "", False, SECRET, True, entries=self.entries(round_))
         )
         self.server = secure_state
@@ -153,6 +157,18 @@ def test_in_64_bits_the_sum_is_the_clear_one_to_fp32(name):
     secure_state, wanted, error = both.round(0, "", "")
     assert error < 1e-14
     agree(secure_state, wanted, 2**-26)
+
+
+@pytest.mark.parametrize("kind", ["fedavgm", "fedadam"])
+@pytest.mark.parametrize("name", ["fedavg", "fedrand"])
+def test_a_server_optimizer_steps_along_the_sum_unseen_as_along_the_clear_one(name, kind):
+    """It reads the sum alone. tau = 1 keeps Adam from enlarging what the ring has rounded."""
+    exchange = exchange_of(name, {})
+    both = Both(replace(exchange, optimizer=ServerOptimizer(kind, 0.5, tau=1.0)))
+    for round_, (silent, deaf) in enumerate(PATTERNS[:3]):
+        found, wanted, error = both.round(round_, silent, deaf)
+        agree(found, wanted, error)
+        assert found.moments.keys() == wanted.moments.keys() != set()
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -70,6 +70,9 @@ def seeing(pictures, tmp_path_factory):
 @pytest.mark.parametrize(
     "method,fields",
     [
+        ("fedavg", "upload_bits = 8"),
+        ("ditto", ""),
+        ("apfl", "alpha_rate = 0.1"),
         ("fedper", ""),
         ("fedpara", ""),
         ("fedlpp", ""),
@@ -81,12 +84,16 @@ def seeing(pictures, tmp_path_factory):
         ("fedex_lora", ""),
         ("flora", "ranks = { site-1 = 3 }"),
         ("hetlora", "ranks = { site-1 = 3 }"),
+        ("hetlora", "weights = 'norm'\npruning = 0.01\npruning_factor = 0.7"),
         ("scaffold", ""),
         ("fedqsn", "server_rate = 0.1\nclient_rate = 0.1\nbits = 2"),
         ("fedqsn", "server_rate = 0.1\nclient_rate = 0.1\nbits = 4\nquantiser = 'absmax'\nupdate = 'replace'"),
         ("fedsp", "distil_steps = 3"),
     ],
     ids=[
+        "fedavg 8 bits",
+        "ditto",
+        "apfl",
         "fedper",
         "fedpara",
         "fedlpp",
@@ -98,6 +105,7 @@ def seeing(pictures, tmp_path_factory):
         "fedex_lora",
         "flora",
         "hetlora",
+        "hetlora as its paper",
         "scaffold",
         "fedqsn",
         "fedqsn absmax",
@@ -110,6 +118,13 @@ def test_text(method, fields, text, tmp_path):
     ended = over_grpc(text, tmp_path, flat)
     assert ended.completed, ended.reason
     check_same(tmp_path / method, in_process(flat, TEXT, SITES), rounds=2)
+
+
+def test_a_server_optimizer(text, tmp_path):
+    flat = CONFIG | {"method.name": "fedavg", "server.optimizer": "fedadam", "task.evaluation": str(TEXT)}
+    ended = over_grpc(text, tmp_path, flat)
+    assert ended.completed, ended.reason
+    check_same(tmp_path / "fedavg", in_process(flat, TEXT, SITES), rounds=2)
 
 
 def test_noisy_steps_under_fedrand_are_charged_at_every_site(text, tmp_path):

@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, Error, Message
 
 from fedveil import rng, strategies
 from fedveil.client_app.app import app
-from fedveil.config import CohortConfig
+from fedveil.config import CohortConfig, ServerConfig
 from fedveil.errors import QuorumError
 from fedveil.records.tensor_state import state_digest
 from fedveil.server_app.flower_strategy import MethodStrategy
@@ -28,7 +28,9 @@ KEEPS = {
     "random_binary": "",
     "random_binary locked": 'mask_period = "never"\nexchange = "epoch"',
     "fedavg": "",
+    "fedavg adam": "",
 }
+OPTIMIZERS = {"fedavg adam": ServerConfig(optimizer="fedadam")}
 
 
 class Killed(BaseException):
@@ -42,6 +44,7 @@ class Runs:
         self.task, self.at = use_toy_task(monkeypatch), tmp_path
         self.name, fields = method.split()[0], KEEPS[method]
         self.method = strategies.create_method(self.name, fields)
+        self.server = OPTIMIZERS.get(method, ServerConfig())
         self.config = {"run.deterministic": True, "run.seed": 9, "run.rounds": 4}
         self.config |= {"method.name": self.name, "method.params": fields}
 
@@ -53,7 +56,7 @@ class Runs:
 
     def _started(self, folder: RunFolder, grid: LocalGrid, cohort: dict[str, object]) -> tuple[str, list[int]]:
         quick = {"min_sites": 3, "deadline_seconds": 1.0, "wait_seconds": 1.0} | cohort
-        settings = RunSettings(CohortConfig(**quick), seed=9, deterministic=True, method=self.name)
+        settings = RunSettings(CohortConfig(**quick), seed=9, deterministic=True, method=self.name, server=self.server)
         strategy = MethodStrategy(self.method, settings, folder=folder, spec=self.task.spec)
         weights = ArrayRecord(dict(self.task.initial(rng.initial_stream(9, "weights"))))
         end = strategy.start(grid, weights, num_rounds=4)

@@ -42,6 +42,7 @@ def test_targets_are_a_list_as_peft_takes_it():
 
 def test_a_methods_own_fields_are_listed_where_the_key_is_the_methods():
     with pytest.raises(
-        ConfigError, match=r"adpter: unknown field of fedavg; expected one of \['adapter', 'wire_dtype'\]"
+        ConfigError,
+        match=r"adpter: unknown field of fedavg; expected one of \['adapter', 'wire_dtype', 'upload_bits'\]",
     ):
         create_method("fedavg", "adpter = 3")

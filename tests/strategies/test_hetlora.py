@@ -203,3 +203,74 @@ def test_norms_are_no_weights_of_a_sum_unseen():
     clear.run()
     for n in SPEC:
         torch.testing.assert_close(run.server.tensors[n], clear.server.tensors[n], atol=1e-5, rtol=1e-5)
+
+
+class Shrinks(Site):
+    """One step of SGD at rate 0.1 on the method's term alone; it is zero where B is."""
+
+    def train(self, begun, frozen=None, penalty=None) -> TrainingResult:
+        self.began = {n: w.clone() for n, w in begun.items()}
+        leaves = {n: w.clone().requires_grad_() for n, w in self.began.items()}
+        if penalty is None:
+            return TrainingResult(self.began, {"steps": 1.0})
+        penalty(leaves).backward()
+        return TrainingResult({n: (w - 0.1 * w.grad).detach() for n, w in leaves.items()}, {"steps": 1.0})
+
+
+def test_a_site_prunes_its_last_rank_when_its_tail_shrank_and_gets_what_is_left():
+    """gamma = 0.7: of rank 3 stay 2, of 2 stay 1, and 1 stays. The twin takes the step on the term by hand."""
+    spec = {"m.lora_A": ParamSpec((3, 1)), "m.lora_B": ParamSpec((1, 3))}
+    method = HetLoRA(adapter=adapter(3), pruning=0.5, pruning_factor=0.7)
+    exchange = MessageExchange(method, "hetlora", spec)
+    start = {"m.lora_A": torch.tensor([[1.0], [2.0], [3.0]]), "m.lora_B": torch.tensor([[4.0, 5.0, 6.0]])}
+    server = method.init(spec, start, rng.initial_stream(0, "m"))
+    seen = []
+    for round_ in range(3):
+        ctx = RoundContext(round_, "a", round_ == 0, bytes(32), address=MessageAddress("r", 0, "a"))
+        site = Shrinks("a", round_)
+        site.spec = spec
+        down = exchange.broadcast(server, ctx)
+        _, parts = exchange.participate(down, None, site, ctx)
+        message = exchange.receive(b"".join(parts), round_, ctx.address)
+        seen.append(tuple(message.payload.fields["m.lora_A"].shape))
+        upload = AcceptedUpload(message.payload, 1, ctx)
+        server = exchange.aggregate(server, iter([upload]))
+    assert seen == [(2, 1), (1, 1), (1, 1)]
+    assert server.scalars["ranks"] == {"a": 1}
+    # Round 0: the tail of rank 3 alone is pulled, and then cut. Round 1: that of rank 2: A 2 - 0.1 * 0.5 * 5 = 1.75.
+    assert server.tensors["m.lora_A"].flatten().tolist() == pytest.approx([1.0, 2.0, 3.0])
+    assert server.tensors["m.lora_B"].flatten().tolist() == pytest.approx([4.0, 5.0, 6.0])
+
+
+def test_a_zero_factor_prunes_nothing_and_its_site_stays_at_its_rank():
+    run, _ = federation(HetLoRA({"b": 2}, adapter=adapter(3), pruning=1.0))
+    run.server = FederatedState(
+        {n: w if n.endswith("A") else torch.zeros_like(w) for n, w in run.server.tensors.items()}, {"ranks": {}}
+    )
+    run.round(0)
+    assert run.server.scalars["ranks"] == {"a": 3, "b": 2, "c": 3}
+
+
+def test_pruning_is_refused_where_each_rank_needs_a_number_of_sites():
+    method = HetLoRA(adapter=adapter(3), pruning=0.1)
+    with pytest.raises(ConfigError, match="pruning: expected 0 with secure.enabled"):
+        method.plan_entries(SPEC, list("abc"), 2, CTX)
+    with pytest.raises(ConfigError, match="pruning: expected 0 with secure.enabled"):
+        method.check_entries(3, 3, 2)
+
+
+def test_with_pruning_an_upload_above_the_sites_first_rank_is_refused():
+    method = HetLoRA({"b": 2}, adapter=adapter(3), pruning=0.1)
+    for rank, refused in ((1, False), (2, False), (3, True)):
+        payload = Payload({n: w[:rank] if n.endswith("A") else w[:, :rank] for n, w in weights().items()})
+        if refused:
+            with pytest.raises(WireError, match="expected rank 2"):
+                method.check_site(payload, SPEC, "b")
+        else:
+            method.check_site(payload, SPEC, "b")
+
+
+@pytest.mark.parametrize("fields", ["pruning = -1.0", "pruning_factor = 1.0", "pruning_factor = 0.0"])
+def test_bad_pruning_is_refused(fields):
+    with pytest.raises(ConfigError, match="pruning"):
+        strategies.create_method("hetlora", fields)

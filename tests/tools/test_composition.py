@@ -8,10 +8,12 @@ from fedveil import strategies
 from tools import reference
 from tools.pages import composition
 
-NOISY, SECURE, SUM, MEDIAN, KRUM = composition.COLUMNS
+NOISY, SECURE, SUM, SERVER, MEDIAN, KRUM = composition.COLUMNS
 GRADIENTS = {"fixed_position", "random_binary", "scaffold"}
 PRODUCTS = {"fedex_lora"}
 KEEPS = {"fedotp", "fedpara", "fedper", "fedpgp", "flora", "fedrand", "fedsa_lora"}
+PERSONAL = {"apfl", "ditto"}
+PROMPTS = {"fedotp", "fedpgp", "promptfl"}
 LORA = {"fedex_lora", "fedprox", "fedsa_lora", "ffa_lora", "flora", "hetlora", "la_lora", "rolora", "scaffold"}
 
 
@@ -31,9 +33,15 @@ def test_every_method_is_summed_unseen_and_by_the_median():
     assert refused(MEDIAN) == {}
 
 
+def test_a_server_optimizer_goes_with_all_that_do_not_complete_their_mean_in_the_base():
+    reasons = refused(SERVER)
+    assert set(reasons) == {"fedex_lora", "flora"}
+    assert reasons["fedex_lora"].startswith("no: one that would move the factors apart from the residual")
+
+
 def test_noise_in_the_sum_goes_with_what_sends_one_step_as_it_is_and_keeps_nothing():
     reasons = refused(SUM)
-    assert set(reasons) == GRADIENTS | KEEPS | PRODUCTS | {"fedsp"}
+    assert set(reasons) == GRADIENTS | KEEPS | PRODUCTS | {"fedsp"} | PERSONAL
     assert {reasons[name] for name in KEEPS} == {"no: one that keeps state at the site"}
     assert all(reasons[name].startswith("no: one that changes h.") for name in PRODUCTS)
 
@@ -42,11 +50,17 @@ def test_multi_krum_goes_with_uploads_of_one_kind():
     assert set(refused(KRUM)) == {"fedper", "fedqsn", "fedrand", "random_binary", "rolora"}
 
 
-def test_the_methods_on_lora_send_codes_but_for_scaffold():
+def test_all_that_send_trained_weights_send_codes_but_for_scaffold():
     cells_by_method = {name: composition.cell(name, composition.CODES) for name in strategies.list_methods()}
-    assert {name for name, word in cells_by_method.items() if word == "yes: `upload_bits`"} == LORA - {"scaffold"} | {
+    assert {name for name, word in cells_by_method.items() if word == "yes: `upload_bits`"} == LORA - {
+        "scaffold"
+    } | PROMPTS | PERSONAL | {
+        "fedavg",
+        "fedpara",
+        "fedper",
         "fedqsn",
         "fedrand",
+        "fedsp",
     }
 
 

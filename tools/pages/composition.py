@@ -45,6 +45,7 @@ COLUMNS: Mapping[str, Mapping[str, object]] = {
     "`dp.*`": _NOISY,
     "`secure.enabled`": _SECURE,
     '`secure.noise = "sum"`': _SECURE | _NOISY | {"secure.noise": "sum"},
+    '`server.optimizer = "fedadam"`': {"server.optimizer": "fedadam"},
     '`aggregate.rule = "median"`': {"aggregate.rule": "median"},
     '`aggregate.rule = "multi-krum"`': {"aggregate.rule": "multi-krum", "aggregate.num-byzantine": 1},
 }

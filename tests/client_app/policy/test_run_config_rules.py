@@ -44,6 +44,7 @@ OTHERS = {"secure.ring-bits": 64, "secure.graph-degree": 2, "secure.noise": "sum
     "train.optimizer": "adamw-8bit", "train.lr-schedule": "linear", "train.loss-mask": "all",
     "train.quantized-base": "8bit", "evaluate.generate": "never", "evaluate.select-model": "best",
     "dp.adjacency": "zero-out", "dp.no-unit": "one", "cohort.max-weight-fraction": 0.75, "aggregate.rule": "median",
+    "server.optimizer": "fedadam",
     "sinks.mlflow-uri": "http://127.0.0.1:5000",
 }  # fmt: skip
 

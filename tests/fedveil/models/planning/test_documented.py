@@ -61,6 +61,7 @@ MESSAGES = [
     ("FedAvg, LoRA;", "fedavg", "", "", [""]), ("FedAvg, LoRA;", "fedpara", "", "", [""]),
     ("FedAvg, LoRA;", "fedprox", "", "", [""]), ("FedAvg, LoRA;", "la_lora", "", "", [""]),
     ("FedAvg, LoRA;", "hetlora", "", "", [""]), ("FedAvg, LoRA, `wire", "fedavg", "wire_dtype = 'bfloat16'", "", [""]),
+    ("FedAvg, LoRA, `up", "fedavg", EIGHT_BITS, "", [""]),
     ("HetLoRA, a site", "hetlora", "adapter = {rank = 4}", "", [""]), ("SCAFFOLD", "scaffold", "", "", [""]),
     ("FedRand, as", "fedrand", "", "both", ["A", "B"]), ("FedRand, as", "rolora", "", "", ["A", "B"]),
     ("FedRand, RoLoRA", "fedrand", EIGHT_BITS, "both", ["A", "B"]),
