@@ -99,7 +99,7 @@ def parse_class_names(text: str) -> tuple[str, ...]:
         given = listed if _are_texts(listed) else next(csv.reader([text], skipinitialspace=True, strict=True))
     except csv.Error as error:
         raise ValueError(f"expected names separated by commas ({error})") from None
-    names = [str(name).strip() for name in given]
+    names = [str(name).strip() for name in given or []]
     if not all(map(str.isprintable, names)):
         raise ValueError("expected printable names")
     if not all(names) or len(set(names)) < len(names):

@@ -27,7 +27,7 @@ log = logging.getLogger("fedveil.models")
 
 def converts_targets(model: Any) -> bool:
     """Return whether PEFT reads names of a model's layers as names of experts."""
-    return _converted(model, "all-linear") != "all-linear"
+    return bool(_converted(model, "all-linear") != "all-linear")
 
 
 def find_expert_layers(model: Any, names: Iterable[str]) -> set[str]:

@@ -239,8 +239,8 @@ def chosen_modules(model: Any, targets: str) -> dict[str, nn.Module]:
     if targets == "all-linear":
         head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
         modules = {name: m for name, m in model.named_modules() if isinstance(m, linear) and m is not head}
-        experts = expert_layers.find_expert_layers(model, modules)
-        modules = {name: m for name, m in modules.items() if name not in experts}
+        left_out = expert_layers.find_expert_layers(model, modules)
+        modules = {name: m for name, m in modules.items() if name not in left_out}
     else:
         modules = {name: m for name, m in model.named_modules() if re.fullmatch(targets, name)}
     other = [name for name, m in modules.items() if not isinstance(m, linear)]

@@ -50,7 +50,7 @@ def round_rows(
         spent.update({name: attempt.get(name) or 0 for name in _SUMMED})
         if attempt.get("void") or not attempt.get("weights"):
             continue
-        row = {"round": int(attempt["round"]) + 1, "sites": len(attempt.get("accepted") or []), **spent}
+        row: dict[str, Any] = {"round": int(attempt["round"]) + 1, "sites": len(attempt.get("accepted") or []), **spent}
         row |= _scores(attempt.get("scores") or {})
         for site, report in (attempt.get("reports") or {}).items():
             row |= {f"{site}/{name}": value for name, value in report.items()}
