@@ -32,6 +32,7 @@ from fedveil.records.audit_log import LogHead
 __all__ = ["rotate_log"]
 
 _ASK = "fedveil log anchor OTHER --site NAME prints it at the server, then fedveil log rotate FILE --after LINES:HASH"
+_LEAST_LINE = 170  # bytes of the shortest line: two hashes of 64 hex digits, a time, and the keys
 _MOST_PARTS = 1000  # damaged parts that are listed; more are listed as one
 
 
@@ -68,11 +69,18 @@ def rotate_log(file: Path, after: LogHead | None = None) -> tuple[Path | None, L
 
 
 def _first(file: Path) -> int:
-    """Return the number of the file's first line, even if that line is damaged; 0 if no line is whole."""
+    """Return the number of the file's first line, even if that line is damaged; 0 if no line is whole.
+
+    A damaged line break joins two lines. So damaged lines before the first whole one are counted from 0 if their bytes
+    can hold that many, and otherwise as they stand: the file continues another one.
+    """
+    size = 0
     with file.open("rb") as log:
         for place, line in enumerate(log):
             if audit_log.is_whole(line):
-                return max(0, int(json.loads(line)["n"]) - place)
+                number = int(json.loads(line)["n"])
+                return 0 if number * _LEAST_LINE <= size else max(0, number - place)
+            size += len(line)
     return 0
 
 

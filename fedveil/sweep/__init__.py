@@ -10,7 +10,20 @@ result.best("loss").values                   # {"train.learning-rate": 0.003}
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from fedveil.sweep.grid import Cell, Grid
-from fedveil.sweep.sweep import SweepResult, run_sweep
+
+if TYPE_CHECKING:
+    from fedveil.sweep.sweep import SweepResult, run_sweep
 
 __all__ = ["Cell", "Grid", "SweepResult", "run_sweep"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch where it is used: `fedveil --help` imports this package for its command."""
+    if name not in ("SweepResult", "run_sweep"):
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    from fedveil.sweep import sweep
+
+    return getattr(sweep, name)

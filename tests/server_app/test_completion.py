@@ -77,6 +77,7 @@ def test_its_scores_are_those_of_the_round_whose_model_was_kept(tmp_path):
 
 
 def test_a_run_that_a_signal_ended_says_so_and_how_it_goes_on(tmp_path, monkeypatch):
+    monkeypatch.delenv(process_exit.LAST_ANSWER, raising=False)  # of another test
     with RunFolder(tmp_path / "pilot") as run:
         run.config(CONFIG, strategies.create_method("fedrand"))
         assert completion.failure_reason(SystemExit(0), run.folder) == "interrupted: its ServerApp was told to end"

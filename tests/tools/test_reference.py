@@ -17,7 +17,7 @@ PAGES = reference.pages()
 
 
 def test_every_key_of_the_run_config_has_its_default_and_a_sentence():
-    row = r"^\| `([a-z]+\.[a-z-]+)` \| `([^`]*)` \|.*\| ([^|]+) \|$"
+    row = r"^\| `([a-z]+\.[a-z0-9-]+)` \| `([^`]*)` \|.*\| ([^|]+) \|$"
     rows = re.findall(row, PAGES["reference/run-config.md"], re.M)
     defaults = {key: default for key, default, _ in rows}
     assert [key for key, _, words in rows if len(words.split()) < 4] == []

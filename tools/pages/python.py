@@ -116,7 +116,9 @@ def _tree(module: str) -> ast.Module:
 
 def _definition(module: str, name: str) -> ast.stmt:
     """Return the statement that defines a name, also in the module from which it is imported."""
-    for node in _tree(module).body:
+    body = _tree(module).body
+    for_types = [node for one in body if isinstance(one, ast.If) for node in one.body]  # under TYPE_CHECKING
+    for node in [*body, *for_types]:
         match node:
             case ast.ClassDef(name=given) | ast.FunctionDef(name=given) if given == name:
                 return node

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedveil.client_app.node_config import SiteConfig
 from fedveil.client_app.policy.site_policy import policy_of_site
 from fedveil.console.runs.ledger_summary import site_of_folder
 from fedveil.errors import FedVeilError
@@ -42,7 +43,7 @@ def read_permissions(state_dir: Path, policy: str = "") -> SitePermissions:
     `policy` names the policy's file instead, as for a container, which has no such note.
     """
     try:
-        site = site_of_folder(state_dir, policy)
+        site = SiteConfig(policy=policy) if policy else site_of_folder(state_dir)
     except (FedVeilError, OSError, ValueError) as error:
         return SitePermissions(f"What this site permits is not known: {sanitize(error)}", [], False, False)
     if not site.policy:

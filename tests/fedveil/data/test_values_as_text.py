@@ -38,7 +38,7 @@ def task():
 
 
 def targets(task, folder) -> list[str]:
-    return [task._texts(example)[1] for example in task.examples(folder, "train")]
+    return [task.read_texts(example)[1] for example in task.examples(folder, "train")]
 
 
 @pytest.mark.parametrize("scratch", [False, True])

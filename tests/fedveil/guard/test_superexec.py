@@ -132,4 +132,5 @@ def test_an_apps_process_has_the_sender_that_goes_on(monkeypatch: pytest.MonkeyP
     loaded = importlib.import_module(module)
     monkeypatch.setattr(loaded, "HeartbeatSender", loaded.HeartbeatSender)  # puts it back
     heartbeat.patch_task_heartbeat(module)
-    assert loaded.HeartbeatSender is heartbeat.PersistentHeartbeatSender
+    assert loaded.HeartbeatSender is heartbeat.TaskHeartbeatSender
+    assert issubclass(heartbeat.TaskHeartbeatSender, heartbeat.PersistentHeartbeatSender)

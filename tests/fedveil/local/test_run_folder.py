@@ -13,7 +13,7 @@ from fedveil.console.runs.run_reader import load_run
 from fedveil.errors import ConfigError, StateError, TaskError
 from fedveil.local import LocalFederation
 from fedveil.local.run_recorder import LocalRunRecorder
-from fedveil.runs import Run
+from fedveil.runs import AuditOutcome, Run
 from fedveil.runs import run as run_module
 from fedveil.server_app.metrics import sinks
 from tests.fedveil.local.small_federation import settings, write_federation
@@ -247,7 +247,7 @@ def test_the_progress_bar_is_for_terminals(place, capsys, shown):
 
 def test_an_audit_gets_the_sites_rows(place, monkeypatch):
     asked = []
-    monkeypatch.setattr(Run, "audit", lambda self, *of: asked.append(of))
+    monkeypatch.setattr(Run, "audit", lambda self, *of: asked.append(of) or object.__new__(AuditOutcome))
     local = federation(place, run__rounds=1)
     local.run()
     with pytest.raises(StateError, match="run.capture-messages: expected true"):

@@ -1,4 +1,4 @@
-"""`fedveil server`: starts a federation's server from its folder, and gives it other names.
+"""`fedveil server`: starts a federation's server from its folder, or renames it.
 
 A server is Flower's SuperLink, with FedVeil's checks in front, and the SuperExec that runs apps. Ports, certificates
 and members come from the folder made by fedveil provision. In containers, the folder's compose file does the same.

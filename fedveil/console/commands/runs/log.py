@@ -1,4 +1,4 @@
-"""`fedveil log`: checks, shows, continues or compares audit logs, or prints a log's anchor.
+"""`fedveil log`: checks, shows, continues or compares audit logs and their anchors.
 
 An anchor is the number of lines and the hash of the last one. Another party keeps it. A log that was later
 truncated or completely rewritten no longer matches the anchor.

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from fedveil.console.commands.runs import status
+from fedveil.console.provisioning.federation_folder import registry_folder
 from fedveil.console.provisioning.refused_calls import CONTROL_LOG, RefusedCalls, read_refused_calls
 from fedveil.guard import fleet_limits
 from fedveil.guard.control_log import ControlLog
@@ -72,6 +73,7 @@ def test_status_shows_a_rogue_beside_its_state_and_does_not_exit_with_0(folder, 
         status, "SiteRegistry", lambda at: type("Registry", (), {"sites": {"east": entry, "north": entry}})
     )
     monkeypatch.setattr(status, "absent_members", lambda at: {})
+    registry_folder(folder).mkdir(parents=True, exist_ok=True)
     assert status._sites(folder) == ([f"{'east':<24} registered online", f"{'north':<24} registered online"], True)
     refuse(folder, "north", 1)
     lines, is_well = status._sites(folder)
