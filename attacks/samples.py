@@ -16,7 +16,15 @@ from fedveil.contract.task import DatasetShard, Example, Examples, Rows, Task
 from fedveil.data import partition
 from fedveil.errors import ConfigError, TaskError
 
-__all__ = ["AuditDataSource", "AuditSample", "draw_non_members", "draw_samples", "encode_examples", "site_members"]
+__all__ = [
+    "AuditDataSource",
+    "AuditSample",
+    "draw_non_members",
+    "draw_samples",
+    "encode_examples",
+    "natural_key",
+    "site_members",
+]
 
 LEAST = 20  # minimum number of examples per side for a meaningful interval
 
@@ -116,7 +124,7 @@ def site_members(
             "--data: expected the folder of the sites' examples, found none (the run's sites named their own); "
             "give --data, or --site NAME=FOLDER for each site whose examples you have"
         )
-    every = sorted(asked, key=_natural)
+    every = sorted(asked, key=natural_key)
     return {site: task.examples(data, "train", DatasetShard(every.index(site), len(every))) for site in took_part}
 
 
@@ -148,9 +156,9 @@ def _data(source: AuditDataSource, config: RunConfig) -> Path | None:
     return source.data or (Path(config.task.data) if config.task.data else None)
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def natural_key(name: str) -> list[tuple[int, str]]:
     """Return a sort key that orders site-2 before site-10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def encode_examples(task: Task, examples: Sequence[Example]) -> list[Rows]:

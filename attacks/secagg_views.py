@@ -15,7 +15,8 @@ With all masks removed, the vector equals the site's values up to rounding; this
 |---|---|
 | weights | the mean, which is the next broadcast, or the final model |
 | gradients, with which the server takes a plain SGD step | (w_t - w_{t+1}) / eta |
-| anything else, or with `server.optimizer` | not shown by broadcasts: there is no `SecureSumView` |
+| with `server.optimizer` | not computed here, although the broadcasts of all rounds together show it |
+| anything else | not shown by broadcasts: there is no `SecureSumView` |
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class SecureSumView(_WithoutUploads):
     def from_capture(cls, tap: MessageCapture, exchange: MessageExchange, final_: Weights) -> SecureSumView | None:
         """Create the view from a run's captured messages; None if broadcasts do not reveal the sums."""
         method = exchange.method
-        if exchange.optimizer is not None:  # a broadcast is then a step along the mean, which it does not show
+        if exchange.optimizer is not None:  # the sum then needs all broadcasts before it, which is not computed here
             return None
         if method.upload_kind == "weights" or _rate(method) is not None:
             return cls(tap, _read_as(exchange), sent=exchange, final=final_)
@@ -234,5 +235,6 @@ def secagg_notes(view: MaskedUploadView, sums: SecureSumView | None) -> list[str
         "were the upload of that site. The sum and the model give no protection by themselves: the fewer sites, the "
         "more they reveal."
         if sums
-        else f"The sums are NOT attacked here: broadcasts of {method} do not show them. The server had them.",
+        else f"The sums are NOT attacked here: this audit does not compute them from the broadcasts of {method}"
+        f"{' with server.optimizer' if view.exchange.optimizer else ''}. The server had them.",
     ]

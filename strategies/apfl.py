@@ -97,6 +97,11 @@ class APFL(WeightAveragingMethod):
         self._uploads  # noqa: B018  # it checks the bits
 
     @property
+    def trainings(self) -> int:
+        """Return how often a client trains in a client round."""
+        return 2
+
+    @property
     def requests_raw_gradient(self) -> bool:
         """Return whether alpha adapts, which takes the gradient of one batch."""
         return self.alpha_rate > 0

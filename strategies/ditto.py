@@ -84,6 +84,11 @@ class Ditto(WeightAveragingMethod):
         self._uploads  # noqa: B018  # it checks the bits
 
     @property
+    def trainings(self) -> int:
+        """Return how often a client trains in a client round."""
+        return 2
+
+    @property
     def keeps_private_state(self) -> bool:
         """Return True: a client's own model stays at the site."""
         return True

@@ -99,6 +99,11 @@ class FedSP(Method):
         self._uploads  # noqa: B018  # it checks the bits
 
     @property
+    def trainings(self) -> int:
+        """Return how often a client trains in a client round."""
+        return 2 if self.alternate else 1
+
+    @property
     def _uploads(self) -> UploadQuantization:
         return UploadQuantization(self.wire_dtype, self.upload_bits)
 

@@ -172,6 +172,6 @@ def policy_of_site(site: SiteConfig) -> SitePolicy:
 
 def _own_keys_in_permits(path: Path) -> str:
     """Return the policy's own keys that stand below [permits], where TOML reads them as keys of that table."""
-    permits = tomllib.loads(path.read_text()).get("permits")
+    permits = tomllib.loads(path.read_text("utf-8-sig")).get("permits")
     own = {field.alias or name for name, field in SitePolicy.model_fields.items()}
     return ", ".join(sorted(own & set(permits))) if isinstance(permits, dict) else ""

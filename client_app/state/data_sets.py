@@ -150,7 +150,8 @@ class FolderWitness(LedgerWitness):
             if path.parent == self.folder:
                 _id_of(self.folder)
             try:
-                lock = os.open(path, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)
+                flags = os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in its place must not hold the site
+                lock = os.open(path, flags | (os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY))
             except FileNotFoundError as error:
                 if path.parent == self.folder:
                     continue

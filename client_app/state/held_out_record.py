@@ -130,7 +130,9 @@ class HeldOutRecord:
             choices = self._read()
             choice = choices.get(data_set) or HeldOutChoice(key, part, _count_rows(origins))
             grouped = units if units is not None else [(i,) for i in range(len(origins))]
-            drawn = [unit for unit in grouped if choice.is_drawn(origins[unit[0]], unit[0])]
+            # By its first row that could be drawn: rows of a unit that come later, in whatever file, do not move it.
+            firsts = [next((i for i in unit if choice.is_eligible(origins[i], i)), unit[0]) for unit in grouped]
+            drawn = [unit for unit, i in zip(grouped, firsts, strict=True) if choice.is_drawn(origins[i], i)]
             indices = frozenset(i for unit in drawn for i in unit)
             unscored = frozenset(i for i in indices if not choice.is_eligible(origins[i], i))
             rows = _digest_rows(origins, indices - unscored)

@@ -142,6 +142,11 @@ class Method(ABC):
     adapter: Adapter
 
     @property
+    def trainings(self) -> int:
+        """Return how often a client trains in a client round, each time with the steps of `train.*`."""
+        return 1
+
+    @property
     def upload_kind(self) -> Sends:
         """Return the kind of terms under the spec's names: trained weights, gradients, or weight changes."""
         return "weights"

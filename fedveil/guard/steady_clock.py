@@ -6,8 +6,11 @@ then ends every lease: the run fails, and every site is offline. Leases last abo
 | the machine's clock | this clock |
 |---|---|
 | goes on, give or take two seconds | is the machine's |
-| has jumped, in either direction, or the machine slept | goes on by elapsed time, and one log line names the step |
-| stays where it jumped to | follows it, at most a quarter faster or slower, so that no lease ends early |
+| has jumped forward, or the machine slept | goes on by elapsed time, and one log line names the step |
+| stays there | follows it, at most a quarter faster, so that no lease ends early |
+| has jumped back | follows at once, and one log line names the step |
+
+An earlier time ends no lease. One later than the machine's would end messages early, whose life begins at wall time.
 
 Signed times of sites are compared with the machine's clock (signed_time.py), and last days of keys with a clock that
 never goes back (registry_files.py).
@@ -62,12 +65,12 @@ class SteadyClock:
             if abs(gap - self._gap) > STEP_SECONDS:
                 log(
                     WARNING,
-                    "the machine's clock jumped by %+.0f s to %s UTC; leases go on by elapsed time. If that time is "
+                    "the machine's clock jumped by %+.0f s to %s UTC; no lease ends by that. If that time is "
                     "wrong, correct it: sites compare theirs with it",
                     gap - self._gap,
                     f"{wall:%Y-%m-%d %H:%M:%S}",
                 )
-            follow = max(-_RATE * elapsed, min(_RATE * elapsed, gap))
+            follow = gap if gap < 0 else min(_RATE * elapsed, gap)
             self._gap = gap - follow
             self._latest = expected + timedelta(seconds=follow)
             return self._latest

@@ -26,7 +26,7 @@ _IN_A_FOLDER = ("run.dir", "run.resume", "sinks.use")
 def read_config(config: str | Path | Mapping[str, object] | RunConfig) -> RunConfig:
     """Return the run config in a TOML file or in a mapping, by dotted keys or by sections.
 
-    A path as task.module completes it as `fedveil submit --module` does.
+    A path as task.module is registered, and completes task.name and the adapter unless they are set.
 
     Raises:
         ConfigError: there is no such file, it is not TOML, or a key or a value is wrong.
@@ -35,7 +35,7 @@ def read_config(config: str | Path | Mapping[str, object] | RunConfig) -> RunCon
         return config
     if isinstance(config, str | Path):
         try:
-            config = tomllib.loads(Path(config).expanduser().read_text())
+            config = tomllib.loads(Path(config).expanduser().read_text("utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"config: expected a TOML file, found none at {config} ({error})") from None
     return parse(own_module.with_own_task(flatten_config(config)))

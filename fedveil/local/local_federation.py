@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fedveil import rng
+from fedveil.attacks.samples import natural_key
 from fedveil.cards.card import PrivacyCard
 from fedveil.config import RunConfig
 from fedveil.contract.method import Method, RoundContext
@@ -93,6 +95,12 @@ class LocalFederation:
             checkpoints.require_new(Path(run.dir).expanduser() / run.name)
         plan = RunPlan.from_config(run_config, run.name or "local", device)
         method, task = plan.method, plan.task
+        if plan.guarantee is not None and math.isfinite(plan.guarantee.budget.epsilon):
+            raise ConfigError(
+                "dp.epsilon, or epsilon in method.params: expected none for a run in one process, which has no ledger "
+                f"that would enforce it, found {plan.guarantee.budget.epsilon:g}; leave it out, and read `epsilon` "
+                "after the run"
+            )
         rows = _rows(task, run_config, folders)
 
         def trainer_for(site: str, ctx: RoundContext) -> Trainer:
@@ -262,7 +270,8 @@ def _folders(config: RunConfig, sites: Mapping[str, str | Path] | int) -> dict[s
     if not isinstance(sites, int):
         if not sites:
             raise ConfigError("sites: expected a mapping from each site's name to its folder of examples, found none")
-        return {name: Path(folder).expanduser() for name, folder in sites.items()}
+        # Sorted, so that a resume and an audit give each site the same state and the same share of a divided folder.
+        return {name: Path(sites[name]).expanduser() for name in sorted(sites, key=natural_key)}
     if sites < 1 or not config.task.data:
         raise ConfigError(
             f'sites: expected a positive number of sites that divide task.data, found {sites} and task.data = "'

@@ -100,6 +100,7 @@ class LocalRunRecorder:
         opened = sinks.open_sinks(sinks.SinkRunInfo(folder, self.folder.id, config, self.folder.resumed))
         epsilon = make_epsilon_sink(self._plan.guarantee, config, folder / "metrics.jsonl")
         self.folder.outlets = MetricsDispatcher(opened, epsilon)
+        self.folder.reading = self.evaluator.notes if self.evaluator else []
         self.folder.status("running", self.next_round - 1, self.rounds, **self.course.about)
         about = {"method": config.method.name, "task": config.task.name, "rounds": self.rounds}
         self.folder.audit("started", {"in_process": True, **about})
@@ -245,6 +246,7 @@ class LocalRunRecorder:
         if unknown := sorted(loop["private"].keys() - numbers.keys()):
             raise ConfigError(f"sites: expected those of the checkpoint, found none named {unknown[0]}")
         self._private = {site: int(round_) for site, round_ in loop["private"].items()}
+        self._named_before = {f"{numbers[site]}-{round_}.safetensors" for site, round_ in self._private.items()}
         private: dict[str, FederatedState | None] = {
             site: load_state(self.folder.folder / _STATES / f"{numbers[site]}-{round_}.safetensors")
             for site, round_ in self._private.items()

@@ -39,10 +39,15 @@ from torch import Tensor
 
 from fedveil.config import ServerConfig
 from fedveil.contract.method import FederatedState
+from fedveil.errors import ConfigError
 
 __all__ = ["ServerOptimizer"]
 
 Kind = Literal["fedavgm", "fedadam", "fedyogi", "fedadagrad"]
+_USED = {  # the keys besides `optimizer` that each one uses
+    "none": (), "fedavgm": ("learning_rate", "beta1"), "fedadagrad": ("learning_rate", "beta1", "tau"),
+    "fedadam": ("learning_rate", "beta1", "beta2", "tau"), "fedyogi": ("learning_rate", "beta1", "beta2", "tau"),
+}  # fmt: skip
 _FIRST, _SECOND = "first.", "second."
 
 
@@ -64,7 +69,18 @@ class ServerOptimizer:
 
     @classmethod
     def from_config(cls, config: ServerConfig) -> ServerOptimizer | None:
-        """Return the optimizer of a run config, or None if the method's own update stands."""
+        """Return the optimizer of a run config, or None if the method's own update stands.
+
+        Raises:
+            ConfigError: a key that this optimizer does not use has a value.
+        """
+        for key in ("learning_rate", "beta1", "beta2", "tau"):
+            value, plain = getattr(config, key), getattr(ServerConfig(), key)
+            if value != plain and key not in _USED[config.optimizer]:
+                raise ConfigError(
+                    f"server.{key.replace('_', '-')}: expected {plain:g} with server.optimizer = "
+                    f'"{config.optimizer}", which does not use it, found {value:g}; leave it out'
+                )
         if config.optimizer == "none":
             return None
         rate = config.learning_rate or (1.0 if config.optimizer == "fedavgm" else 0.01)

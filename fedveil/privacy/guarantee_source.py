@@ -68,6 +68,11 @@ def check_guarantee(method: Method, config: RunConfig, has_row_gradients: bool) 
             'task.empty-texts: expected "refuse" with a privacy claim, which counts the number of examples as public, '
             f'found "{config.task.empty_texts}", by which a row\'s text decides it; leave it out, and correct the data'
         )
+    if isinstance(claim, DistributedDiscreteGaussian) and method.trainings > 1:
+        raise ConfigError(
+            f'secure.noise: expected "site" with {config.method.name}, which trains {method.trainings} times in a '
+            'client round, found "sum"; leave it out'
+        )
     _check_unit(claim, config)
     _check_held_out(claim, config)
     check_seeded(claim.budget if claim else None, config.run.deterministic)

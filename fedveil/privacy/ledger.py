@@ -365,12 +365,17 @@ class PrivacyLedger:
     def _content(self, path: Path) -> dict[str, Any]:
         try:
             data = self._seal.read(path, self.roles[path])
+        except OSError as error:  # of the disk or the network, and perhaps over at the next request
+            raise StateError(f"{path}: cannot read the privacy ledger: {error}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise LedgerError(self._damaged(path, error)) from None
+        try:
             version = json.loads(data)["fedveil-ledger"]
             if version not in (*_OLD_VERSIONS, _VERSION):
                 raise ValueError(f"version {version}")
             has_none = version in _WITHOUT_CHECKSUM and b"checksum" not in data
             return dict(json.loads(data)) if has_none else read_checksummed(data)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise LedgerError(self._damaged(path, error)) from None
 
     def _old_ledger(self, path: Path) -> OldLedger:

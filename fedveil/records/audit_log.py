@@ -168,7 +168,10 @@ def list_log_files(file: Path) -> list[Path]:
     name = re.compile(rf"{re.escape(file.stem)}-(\d{{1,18}})-\d{{1,18}}{re.escape(file.suffix)}")
     earlier = [(int(match[1]), path) for path in file.parent.glob(f"{glob.escape(file.stem)}-*{file.suffix}")
                if (match := name.fullmatch(path.name))]  # fmt: skip
-    return [*(path for _, path in sorted(earlier)), file]
+    files = [*(path for _, path in sorted(earlier)), file]
+    # A rotation that was killed between its two steps leaves a second name of the same file.
+    last_names = {(about.st_dev, about.st_ino): path for path in files if path.exists() and (about := path.stat())}
+    return [path for path in files if path == file or path in last_names.values()]
 
 
 def log_bytes(file: Path) -> int:
@@ -280,7 +283,8 @@ def _damage(record: Mapping[str, Any]) -> list[tuple[int, int]]:
     """Return the first and last number of each damaged part of the earlier file, as the line "continued" records."""
     parts = record.get("damaged") if record.get("event") == CONTINUED else None
     parts = parts if isinstance(parts, list) else []
-    return [(part[0], part[1]) for part in parts if isinstance(part, list) and [type(n) for n in part] == [int, int]]
+    pairs = [part for part in parts if isinstance(part, list) and [type(n) for n in part] == [int, int]]
+    return [(first, last) for first, last in pairs if 0 <= first <= last]  # an untrue count must excuse nothing
 
 
 def sha256_of(file: Path) -> str:

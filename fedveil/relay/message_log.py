@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Self
@@ -61,6 +62,10 @@ class MessageLog:
                 f"{state}: expected no other relay of this site, found one running; wait for it or stop it"
             ) from None
         book = cls(state / NAME, _held=lock_file)
+        if book.file.exists() and (damaged := audit_log.count_damaged(audit_log.list_log_files(book.file))):
+            logging.getLogger("fedveil.relay").warning(
+                "%s: %d lines are damaged, so an order in them could be taken again", book.file, damaged
+            )
         for line in audit_log.read_log(book.file) if book.file.exists() else []:
             if line["event"] == "taken":
                 book.newest[line["run"]] = max(line["made"], book.newest.get(line["run"], 0))

@@ -7,6 +7,7 @@ from typing import Any
 from fedveil.console.web.report.line_chart import COLOURS, INK, draw_curves
 from fedveil.sanitize import sanitize
 from fedveil.sweep.sweep import SweepResult, half_width
+from fedveil.sweep.table import seeds_in_words
 
 __all__ = ["sweep_svg"]
 
@@ -19,7 +20,9 @@ def sweep_svg(result: SweepResult, metric: str) -> str:
     cells = [(cell, scores[metric]) for cell, scores in result.intervals() if metric in scores]
     left = f" (first {MAX_CELLS} of {len(cells)})" if len(cells) > MAX_CELLS else ""
     cells = cells[:MAX_CELLS]
-    words = "; ".join(f"{cell.label}: {of['mean']:.4g} ± {half_width(of):.2g}" for cell, of in cells)
+    words = "; ".join(
+        f"{cell.label}: {of['mean']:.4g}" + (f" ± {half_width(of):.2g}" if of["n"] > 1 else "") for cell, of in cells
+    )
 
     def draw(axes: Any) -> None:
         for at, (cell, of) in enumerate(cells):
@@ -32,5 +35,5 @@ def sweep_svg(result: SweepResult, metric: str) -> str:
         axes.set(xlabel=f"{metric} ({result.better.get(metric, 'lower')} is better){left}")
         axes.grid(axis="x", color=INK, alpha=0.12, linewidth=0.8)
 
-    caption = f"{metric} of each cell: mean and 95 % interval over {result.grid.seeds} seeds. {words}"
+    caption = f"{metric} of each cell: {seeds_in_words(result.grid.seeds)}. {words}"
     return draw_curves("sweep", (6.4, 0.9 + 0.34 * len(cells)), sanitize(caption, 4000), draw)

@@ -31,6 +31,7 @@ from fedveil.errors import ConfigError, StateError
 from fedveil.local import LocalFederation
 from fedveil.local.config_rules import read_config, require_local
 from fedveil.models import own_module
+from fedveil.records import process_exit
 from fedveil.records.atomic_files import write_atomic
 from fedveil.runs import Run
 from fedveil.server_app import checkpoints
@@ -216,6 +217,8 @@ def _continued(config: RunConfig, folder: Path) -> RunConfig:
         return config
     if checkpoints.has_checkpoint(folder):
         return parse(config.flat() | {"run.resume": True})
+    if (folder / process_exit.LOCK).exists() and not process_exit.is_dead(folder):
+        raise StateError(f"{folder}: expected no other process in this run, found one; wait, or name another folder")
     shutil.rmtree(folder)
     return config
 

@@ -9,14 +9,14 @@ from rich.table import Table
 from fedveil.sanitize import sanitize
 from fedveil.sweep.sweep import SweepResult, half_width
 
-__all__ = ["sweep_table"]
+__all__ = ["seeds_in_words", "sweep_table"]
 
 
 def sweep_table(result: SweepResult) -> Table:
     """Return the cells, one row each, with the mean of each score and its 95 % interval over seeds."""
     cells = result.intervals()
     names = list(dict.fromkeys(name for _, scores in cells for name in scores))
-    listed = Table("cell", title=f"{len(cells)} cells, {result.grid.seeds} seeds: mean ± 95 % interval")
+    listed = Table("cell", title=f"{len(cells)} cells, {seeds_in_words(result.grid.seeds)}")
     for name in names:
         listed.add_column(sanitize(name, 40), justify="right", no_wrap=True)
     with_epsilon = any(run.epsilon is not None for run in result.runs)
@@ -30,5 +30,11 @@ def sweep_table(result: SweepResult) -> Table:
     return listed
 
 
+def seeds_in_words(seeds: int) -> str:
+    """Return how many seeds there are, and what the figures are."""
+    return "1 seed, no interval" if seeds == 1 else f"{seeds} seeds: mean ± 95 % interval"
+
+
 def _words(interval: Mapping[str, float]) -> str:
-    return f"{interval['mean']:.4g} ± {half_width(interval):.2g}"
+    """Return the mean with its 95 % interval; one seed has no interval."""
+    return f"{interval['mean']:.4g}" + (f" ± {half_width(interval):.2g}" if interval["n"] > 1 else "")

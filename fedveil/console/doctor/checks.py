@@ -257,9 +257,10 @@ def _http_clock(host: str, port: int, ca: Path) -> datetime | None:
         context.wrap_socket(plain, server_hostname=host) as link,
     ):
         link.sendall(f"GET / HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-        answer = b"".join(iter(lambda: link.recv(_MOST_ANSWER), b""))[:_MOST_ANSWER]
+        answer = b"".join(link.recv(_MOST_ANSWER) for _ in range(_MOST_PARTS))[:_MOST_ANSWER]
     match = re.search(rb"^date: ([^\r\n]{10,40})", answer, re.IGNORECASE | re.MULTILINE)
-    return parsedate_to_datetime(match[1].decode("ascii", "replace")) if match else None
+    shown = parsedate_to_datetime(match[1].decode("ascii", "replace")) if match else None
+    return shown if shown is not None and shown.tzinfo else None
 
 
 def _time_in(text: str) -> datetime | None:
@@ -351,7 +352,12 @@ def audit_log(file: Path) -> CheckResult:
 
     if not file.exists():
         return CheckResult("audit log", "ok", "none yet")
-    return CheckResult("audit log", "ok", f"{log.verify_log(file).lines} lines, all unchanged, in {file}")
+    files, head = log.list_log_files(file), log.verify_log(file)
+    lines = head.lines - log.start_of(files[0]).lines
+    if damaged := log.count_damaged(files):
+        words = f"{damaged} lines are damaged, as the log records, and all others unchanged, in {file}"
+        return CheckResult("audit log", "warn", words)
+    return CheckResult("audit log", "ok", f"{lines} lines, all unchanged, in {file}")
 
 
 def parse_address(superlink: str) -> tuple[str, int]:

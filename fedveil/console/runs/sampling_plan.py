@@ -24,5 +24,5 @@ def plan_sampling(
     if DpSgdConfig.from_config(config.dp) is None and getattr(method, "exchange", "epoch") == "batch":
         steps = 1  # DP-FPL sends each step's gradient
     elif steps is None:
-        steps = count_steps(examples, train.batch_size, train.epochs, train.max_steps)
+        steps = method.trainings * count_steps(examples, train.batch_size, train.epochs, train.max_steps)
     return SamplingPlan(config.run.rounds, steps, train.batch_size, examples, neighbours)

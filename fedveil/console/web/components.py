@@ -85,11 +85,15 @@ def log_verdict(later: BackgroundQueries, file: Path) -> LogVerdict:
 def _verified(file: Path) -> LogVerdict:
     try:
         safe_files.require_bounded(file, audit_log.log_bytes(file))
-        head = audit_log.verify_log(file)
+        files, head = audit_log.list_log_files(file), audit_log.verify_log(file)
+        lines, damaged = head.lines - audit_log.start_of(files[0]).lines, audit_log.count_damaged(files)
     except StateError as error:
         return LogVerdict(sanitize(error, 1000), "alert")
+    if damaged:
+        words = f"{damaged:,} lines are damaged, as the log itself records; the others are unchanged."
+        return LogVerdict(words, "alert", str(head))
     return LogVerdict(
-        f"{head.lines:,} lines, all unchanged. Lines cut off at the end, or a fully rewritten log, are detected only "
+        f"{lines:,} lines, all unchanged. Lines cut off at the end, or a fully rewritten log, are detected only "
         "with an anchor that another party keeps: fedveil log verify --anchor.",
         "good",
         str(head),

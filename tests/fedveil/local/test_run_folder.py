@@ -274,3 +274,15 @@ def test_an_error_is_recorded(place, tmp_path, monkeypatch):
     assert (local.results.state, load_run(tmp_path / "one").status["reason"]) == (
         "failed", "ZeroDivisionError: division by zero",
     )  # fmt: skip
+
+
+def test_a_limit_on_epsilon_is_refused_because_no_ledger_would_enforce_it(place):
+    with pytest.raises(ConfigError, match=r"^dp\.epsilon, or epsilon in method\.params: expected none .* found 8;"):
+        federation(place, dp__clip_norm=1.0, dp__noise_multiplier=1.0, dp__epsilon=8.0, task__max_tokens=32)
+
+
+def test_the_order_in_which_sites_are_named_changes_nothing(place):
+    names = ("site-10", "site-2")
+    two = [LocalFederation.from_config(settings(place), dict.fromkeys(order, place / "north"))
+           for order in (names, names[::-1])]  # fmt: skip
+    assert [one.federation.sites for one in two] == [["site-2", "site-10"]] * 2

@@ -144,3 +144,17 @@ def test_default_rates():
 def test_values_out_of_range_are_refused(key, value):
     with pytest.raises(ConfigError, match=f"server.{key}"):
         parse({f"server.{key}": value})
+
+
+@pytest.mark.parametrize(
+    "given,key",
+    [
+        ({"learning_rate": 0.5}, "learning-rate"),
+        ({"optimizer": "fedavgm", "beta2": 0.5}, "beta2"),
+        ({"optimizer": "fedavgm", "tau": 1.0}, "tau"),
+        ({"optimizer": "fedadagrad", "beta2": 0.5}, "beta2"),
+    ],
+)
+def test_a_key_that_the_optimizer_does_not_use_is_refused(given, key):
+    with pytest.raises(ConfigError, match=f"^server.{key}: expected .*, which does not use it"):
+        ServerOptimizer.from_config(ServerConfig(**given))

@@ -88,3 +88,13 @@ def test_a_guarantee_needs_a_length_that_does_not_depend_on_the_rows(task):
     check_public_length(claim, parse(config.flat() | {"task.max-tokens": 64}))
     check_public_length(None, config)
     check_public_length(claim, parse(config.flat() | {"task.name": "image-classification"}))
+
+
+@pytest.mark.parametrize("name", ["ditto", "apfl"])
+def test_noise_in_the_sum_is_refused_for_a_method_that_trains_twice_before_anything_is_charged(name):
+    method = strategies.create_method(name)
+    assert method.trainings == 2
+    keys = NOISY | {"method.name": name, "task.max-tokens": 32}
+    assert check_guarantee(method, parse(keys), True) is not None
+    with pytest.raises(ConfigError, match=f'^secure.noise: expected "site" with {name}, which trains 2 times'):
+        check_guarantee(method, parse(keys | IN_SUM), True)

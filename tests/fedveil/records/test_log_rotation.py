@@ -276,3 +276,23 @@ def test_what_a_site_sent_before_a_rotation_is_still_found_and_damage_is_said(lo
     assert {name: sum(run.rounds.values()) for name, run in runs.items()} == {"first": 2, "second": 1}
     assert "note: 1 lines of" in capsys.readouterr().err
     assert audit_log.log_bytes(log) == sum(file.stat().st_size for file in list_log_files(log))
+
+
+def test_a_range_that_ends_before_it_begins_excuses_nothing(log):
+    """A sum of such ranges would be 0 damaged lines."""
+    append(log, 6)
+    rotate_log(log)
+    record = json.loads(log.read_text().splitlines()[0])
+    assert audit_log._damage(record | {"damaged": [[3, 3], [5, 4], [-2, 1]]}) == [(3, 3)]
+
+
+def test_a_rotation_that_was_killed_between_its_steps_leaves_a_log_that_reads(log):
+    before = append(log, 4)
+    log.with_name(f"{log.stem}-0-3{log.suffix}").hardlink_to(log)
+    assert list_log_files(log) == [log]
+    assert verify_log(log) == before[-1]
+    append(log, 1)
+    old, _ = rotate_log(log)
+    assert old is not None
+    assert old.name == f"{log.stem}-0-4{log.suffix}"
+    assert len(read_log(log)) == 6

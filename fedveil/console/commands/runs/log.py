@@ -109,7 +109,7 @@ def _verify(args: argparse.Namespace) -> int:
     if not anchors:
         print("no anchor was given: lines cut off at the end, or a fully rewritten log, would not be detected")
     print(f"anchor now: {head}")
-    return int(damaged > 0)
+    return int(damaged > 0 or (bool(anchors) and not checkable))  # a forged start would leave no anchor to check
 
 
 def _rotate(args: argparse.Namespace) -> int:
@@ -153,7 +153,11 @@ def _compare(args: argparse.Namespace) -> int:
     found = find_conflicts([*logs[0], *logs[1]])
     for conflict in found:
         print(conflict)
-    if found:
+    damaged = {file: audit_log.count_damaged(audit_log.list_log_files(file)) for file in (args.file, args.other)}
+    for file, count in damaged.items():
+        if count:
+            print(f"{file}: {count} lines are damaged and were not compared")
+    if found or any(damaged.values()):
         return 1
     if not common:
         raise ConfigError(
