@@ -278,7 +278,14 @@ def test_an_error_is_recorded(place, tmp_path, monkeypatch):
 
 def test_a_limit_on_epsilon_is_refused_because_no_ledger_would_enforce_it(place):
     with pytest.raises(ConfigError, match=r"^dp\.epsilon, or epsilon in method\.params: expected none .* found 8;"):
-        federation(place, dp__clip_norm=1.0, dp__noise_multiplier=1.0, dp__epsilon=8.0, task__max_tokens=32)
+        federation(
+            place,
+            run__deterministic=False,
+            dp__clip_norm=1.0,
+            dp__noise_multiplier=1.0,
+            dp__epsilon=8.0,
+            task__max_tokens=32,
+        )
 
 
 def test_the_order_in_which_sites_are_named_changes_nothing(place):
