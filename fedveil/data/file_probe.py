@@ -21,7 +21,7 @@ from fedveil.data.row_files import RowFile
 from fedveil.errors import TaskError
 
 if TYPE_CHECKING:
-    import pyarrow
+    import pyarrow  # type: ignore[import-untyped]
 
 _MOST_BYTES = 1 << 26
 _AT_ONCE = 64  # rows, which may be images
