@@ -195,7 +195,8 @@ def _split_rows(round_: ClientRound, prepared: PreparedData, part: float) -> Sit
     assignment = round_.assignment
     data, column = Path(assignment.data), assignment.site.unit_column
     try:
-        units = group_rows(data, "train", column, prepared.origins()) if column else None
+        has_blanks = assignment.config.dp.no_unit == "one"
+        units = group_rows(data, "train", column, prepared.origins(), has_blanks) if column else None
     except TaskError as error:
         raise TaskError(
             f"evaluate.held-out: expected the units of unit-column in the node config, none of which may be divided: "

@@ -2,11 +2,12 @@
 
 | name before the equals sign | the run's key |
 |---|---|
-| source, target, image, choices, hint, label | task.source-column, task.target-column, ... |
+| source, target, messages, image, choices, hint, label | task.source-column, task.target-column, ... |
 | unit | dp.unit-column |
 | a column of task.source-template | that column |
 
-A name of the first two rows that the run does not use is left out; any other is refused.
+A name of the first two rows that the run does not use is left out; any other is refused. With task.messages-column a
+run uses neither source nor target; with captions, which have no question, not source.
 
 The site's config of the run has the site's names, so that all reading uses them. The server, the policy and the ledger
 see the run's config as it was sent.
@@ -23,7 +24,7 @@ from fedveil.errors import ConfigError, TaskError
 
 __all__ = ["apply_site_columns", "describe_site_columns", "name_site_columns"]
 
-_ROLES = ("source", "target", "image", "choices", "hint", "label")
+_ROLES = ("source", "target", "messages", "image", "choices", "hint", "label")
 
 
 def apply_site_columns(config: RunConfig, columns: Mapping[str, str]) -> RunConfig:
@@ -75,8 +76,12 @@ def _names_of_run(config: RunConfig) -> dict[str, str]:
     task = config.task
     names = {column: column for _, column in _template(config) if column}
     roles = {role: str(getattr(task, f"{role}_column")) for role in _ROLES}
-    if task.source_template:
+    default = type(task).model_fields["source_column"].default
+    has_captions = task.name == "vision-language" and not task.choices_column and task.source_column == default
+    if task.source_template or task.messages_column or has_captions:
         roles.pop("source")
+    if task.messages_column:
+        roles.pop("target")
     roles |= {"unit": config.dp.unit_column}
     return names | {role: column for role, column in roles.items() if column and role not in names}
 

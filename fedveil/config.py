@@ -100,6 +100,8 @@ def parse_class_names(text: str) -> tuple[str, ...]:
     except csv.Error as error:
         raise ValueError(f"expected names separated by commas ({error})") from None
     names = [str(name).strip() for name in given or []]
+    if not names:
+        return ()
     if not all(map(str.isprintable, names)):
         raise ValueError("expected printable names")
     if not all(names) or len(set(names)) < len(names):

@@ -68,7 +68,7 @@ def log_unpaired(model: Any, paired: Iterable[str]) -> None:
     """
     named = dict(model.named_parameters())
     convolutions = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.modules.conv._ConvNd)}
-    experts = {name for name, p in named.items() if p.ndim == 3 and name not in convolutions}
+    experts = {name for name, p in named.items() if p.ndim == 3 and min(p.shape) > 1 and name not in convolutions}
     if not experts:
         return
     own = {name for name in named if ".lora_" not in name and ".private_" not in name}

@@ -87,7 +87,7 @@ def read_conversation(value: object) -> tuple[Conversation, str]:
     if not value:
         raise EmptyTurnError("expected a list of turns, found an empty list")
     form = _form_of(value[0])
-    turns = [_turn(turn, form, number) for number, turn in enumerate(value, start=1)]
+    turns = [_turn(turn, form, number, number == len(value)) for number, turn in enumerate(value, start=1)]
     system = turns.pop(0)[1] if turns[0][0] == "system" else ""
     for at, (role, _) in enumerate(turns):
         if role != ("user", "assistant")[at % 2]:
@@ -113,8 +113,8 @@ def _form_of(turn: object) -> str:
     )
 
 
-def _turn(turn: object, form: str, number: int) -> tuple[str, str]:
-    """Return the role and the text of a turn."""
+def _turn(turn: object, form: str, number: int, is_last: bool) -> tuple[str, str]:
+    """Return the role and the text of a turn; a last one of the user, which is left out, may have none."""
     role_key, text_key = _FORMS[form]
     if not isinstance(turn, Mapping):
         raise ConversationError(f"expected an object as turn {number}, found {describe_value(turn)}")
@@ -127,7 +127,7 @@ def _turn(turn: object, form: str, number: int) -> tuple[str, str]:
         known = "system, user or assistant" if form == "OpenAI" else "system, human, user, gpt or assistant"
         raise ConversationError(f'expected {known} as "{role_key}" of turn {number}, found another role')
     text = _text_of(turn.get(text_key), text_key, number)
-    if not text.strip():
+    if not text.strip() and not (is_last and role == "user"):
         raise EmptyTurnError(
             f'expected text in "{text_key}" of turn {number}, found {describe_value(turn.get(text_key))}'
         )

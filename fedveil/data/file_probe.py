@@ -13,12 +13,15 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedveil.data import columnar_files, tables
 from fedveil.data.columnar_files import is_columnar
 from fedveil.data.row_files import RowFile
 from fedveil.errors import TaskError
+
+if TYPE_CHECKING:
+    import pyarrow  # type: ignore[import-untyped]
 
 _MOST_BYTES = 1 << 26
 _AT_ONCE = 64  # rows, which may be images
@@ -63,11 +66,26 @@ def first_rows(file: Path, column: str, most: int) -> Iterator[tuple[Any, int]]:
     """Yield a column's values in the first `most` rows of a checked file, each with its row, counted from 1."""
     if is_columnar(file):
         parts = columnar_files.iter_tables(file, [column], _AT_ONCE)
-        values = (value for part in parts for value in part.column(0).to_pylist())
+        values = (value for part in parts for value in _decoded(part, file, column))
         yield from zip(itertools.islice(values, most), itertools.count(1))
         return
     rows = itertools.islice(RowFile(file, most=_MOST_BYTES), most)
     yield from zip((row.get(column) for row in rows), itertools.count(1))
+
+
+def undecodable(file: Path, columns: Sequence[str]) -> TaskError:
+    """Return the error for values of a columnar file that are none of Python's. It quotes none of them."""
+    return TaskError(
+        f'task.data: cannot read {" and ".join(columns)} of the split with "{file}": a text is not UTF-8, or a date '
+        "lies beyond the year 9999; correct it"
+    )
+
+
+def _decoded(part: pyarrow.Table, file: Path, column: str) -> list[Any]:
+    try:
+        return list(part.column(0).to_pylist())
+    except (ValueError, OverflowError):  # whose text may quote a value
+        raise undecodable(file, (column,)) from None
 
 
 def describe_reading(file: Path) -> str:

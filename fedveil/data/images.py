@@ -134,7 +134,7 @@ def locate_pictures(table: DatasetTable, column: str) -> DatasetTable:
     if getattr(table.rows.features[column], "dtype", "") not in ("string", "large_string"):
         return table
     try:
-        names = table.rows.select(range(min(picture_paths.NAMES, len(table.rows))))[column]
+        names = list(table.rows.select(range(min(picture_paths.NAMES, len(table.rows))))[column])  # else read later
     except (ValueError, OverflowError):  # a text that is not UTF-8; the row's own reading says where
         return table
     found = picture_paths.find_pictures(names, column, Path(table.folder))

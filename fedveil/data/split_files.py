@@ -10,7 +10,9 @@
 | train/metadata.csv; or train/labels.csv beside pictures, if it is the only file of rows there | the file; its
   paths are relative to it |
 | train/state.json, or state.json | a data set of `datasets`' save_to_disk |
-| data/, if the folder itself has none of these | the same in it, as on the Hub |
+| data/, if the folder itself has none of these and no folder of the split | the same in it, as on the Hub |
+
+Of pictures in train/ beside train.csv, no other file there is read but metadata.*, which is a second layout.
 
 A split may have another usual name: see SPLIT_NAMES. Letters may have any case. Two of these layouts for one split are
 refused, because one of them would be left out.
@@ -49,6 +51,7 @@ SPLIT_NAMES = {
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp", ".gif"})
 MAX_FILES = 10_000
 _SYSTEM_NAMES = {"__macosx", "thumbs.db", "desktop.ini", "@eadir", "$recycle.bin", "system volume information"}
+_SAVED_NAMES = {"state.json", "dataset_info.json", "dataset_dict.json"}  # which `datasets` writes beside the rows
 _SPREADSHEETS = (".xlsx", ".xls", ".xlsm", ".ods")
 _TABULAR = {*SUFFIXES, ".arrow", ".feather", *_SPREADSHEETS}
 _SHARD = re.compile(r"[-_]?(\d{1,9})(?:-of-(\d{1,9}))?(?:-[0-9a-f]{16})?")
@@ -89,7 +92,7 @@ def find_split_files(data: Path, split: str) -> tuple[Path, ...]:
     if is_saved_dataset(data):
         return _saved_files(data)
     groups = _groups_in(data, split)
-    if not groups and (data / "data").is_dir():
+    if not groups and find_split_folder(data, split) is None and (data / "data").is_dir():
         groups = _groups_in(data / "data", split)
     if len(groups) > 1:
         raise TaskError(
@@ -167,17 +170,17 @@ def _known(data: Path, name: str, split: str) -> Iterator[Path]:
     if name == "validation" and split == "train":
         return
     try:
-        files = find_split_files(data, name)
-    except TaskError:  # whoever reads that split is told
-        files = ()
+        files, folder = find_split_files(data, name), find_split_folder(data, name)
+    except (TaskError, OSError):  # whoever reads that split is told
+        return
     for file in files:
         yield data / file.relative_to(data).parts[0]
-    if folder := find_split_folder(data, name):
+    if folder:
         yield folder
 
 
 def _looks_like_rows(path: Path) -> bool:
-    if is_made_by_system(path.name):
+    if is_made_by_system(path.name) or path.name in _SAVED_NAMES:
         return False
     if path.is_dir():
         return path.name.partition(".")[0].lower() in {n for names in SPLIT_NAMES.values() for n in names}
@@ -188,10 +191,12 @@ def _groups_in(folder: Path, split: str) -> list[tuple[Path, ...]]:
     """Return the sets of files that each are a split, one for each layout in which it lies there."""
     groups: list[tuple[Path, ...]] = []
     shards: dict[tuple[str, str, str], list[tuple[int, Path]]] = defaultdict(list)
-    for path in sorted(folder.iterdir()):
+    entries = sorted(folder.iterdir())
+    has_table = any(_stem_of(path) in names_of(split) or _shard_of(path, split) for path in entries if path.is_file())
+    for path in entries:
         if path.is_dir():
             if path.name.lower() in names_of(split):
-                groups += [files] if (files := _files_in(path, of_split=True)) else []
+                groups += [files] if (files := _files_in(path, of_split=True, has_table=has_table)) else []
             elif (suffix := row_suffix(path)) and path.name.lower().removesuffix(suffix) in names_of(split):
                 groups.append(_files_in(path, of_split=False))
         elif _stem_of(path) in names_of(split):
@@ -223,16 +228,20 @@ def _complete(folder: Path, total: str, members: list[tuple[int, Path]]) -> tupl
             f'task.data: expected each shard once in "{folder}", found {twice.name} with a number that another file '
             "has; remove one"
         )
-    if total and numbers != list(range(int(total))):
+    is_gapless = numbers[-1] - numbers[0] == len(numbers) - 1 and numbers[0] <= 1  # some count from 1
+    if total and (len(numbers) != int(total) or not is_gapless):
         raise TaskError(
             f'task.data: expected {int(total):,} shards in "{folder}", as the name {members[0][1].name} says, found '
-            f"{len(numbers):,}; copy the missing ones"
+            f"{len(numbers):,}, numbered from {numbers[0]} to {numbers[-1]}; copy the missing ones"
         )
     return tuple(path for _, path in members)
 
 
-def _files_in(folder: Path, of_split: bool) -> tuple[Path, ...]:
+def _files_in(folder: Path, of_split: bool, has_table: bool = False) -> tuple[Path, ...]:
     """Return the files of rows in a split's folder; () for a folder of pictures in class folders, if `of_split`.
+
+    Args:
+        has_table: the split's rows lie beside the folder, so that other files beside its pictures describe one each.
 
     Raises:
         TaskError: the folder is no set of files of one format.
@@ -251,6 +260,8 @@ def _files_in(folder: Path, of_split: bool) -> tuple[Path, ...]:
     if metadata := [file for file in files if _is_metadata(file)]:
         return _one_of(folder, metadata)
     has_pictures = any(path.suffix.lower() in IMAGE_SUFFIXES for path in entries if path.is_file())
+    if has_table and has_pictures:
+        return ()
     if of_split and (has_pictures or folders):
         # Several class folders are classes, whatever else lies there; one folder is no classification.
         return _one_of(folder, files) if files and len(folders) < 2 else ()

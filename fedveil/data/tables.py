@@ -410,14 +410,17 @@ class _TableReader:
             names = [name for name in stored.names if self._is_parsed(name)] or stored.names
             schema = pyarrow.schema([stored.field(name) for name in names], stored.metadata)
             first = first or schema
-            if not schema.equals(first):
+            if not schema.equals(first) or (at and self._features_of(schema, at) != self._features_of(first, 0)):
                 raise TaskError(
                     f'task.data: expected the columns of "{self._files[0]}" in each file of the split, in the same '
-                    f'order and with the same types, found others in "{file}"; write the files alike'
+                    f'order and with the same types and class names, found others in "{file}"; write the files alike'
                 )
             for table in columnar_files.iter_tables(file, names, at_once):
                 self.counts[at] += len(table)
                 yield _with_short_floats(table.replace_schema_metadata(first.metadata), self._texts)
+
+    def _features_of(self, schema: pyarrow.Schema, at: int) -> Features:
+        return features_of(schema, self._files[at], schema.names)
 
 
 def _same(tables: Iterator[pyarrow.Table], schemas: list[pyarrow.Schema]) -> Iterator[pyarrow.Table]:

@@ -84,9 +84,15 @@ def group_rows_of_run(
     return units
 
 
-def group_rows(data: Path, split: str, column: str, origins: Iterable[ExampleOrigin | None]) -> UnitRows:
-    """Return the units of the rows with these origins, in the order of their first rows. Raises TaskError."""
-    return group_ids(_ids_of_rows(data, split, column, origins))
+def group_rows(
+    data: Path, split: str, column: str, origins: Iterable[ExampleOrigin | None], has_blanks: bool = False
+) -> UnitRows:
+    """Return the units of the rows with these origins, in the order of their first rows. Raises TaskError.
+
+    Args:
+        has_blanks: all rows without an id are one unit, instead of an error.
+    """
+    return group_ids(_ids_of_rows(data, split, column, origins, has_blanks))
 
 
 def mark_rows(

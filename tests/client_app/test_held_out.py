@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fedveil import strategies, tasks
+from fedveil.client_app import client_session
 from fedveil.client_app.policy import decisions
 from fedveil.client_app.state.replay_guard import ReplayGuard
 from fedveil.config import parse
@@ -194,3 +195,24 @@ def test_a_site_whose_data_has_no_units_holds_no_row_out(tmp_path, monkeypatch):
     monkeypatch.setattr(Server, "asked", with_units)
     with pytest.raises(TaskError, match=r"evaluate.held-out: expected the units of unit-column.* found \"patient\""):
         server.send(server.initial)
+
+
+def test_the_run_s_rule_for_rows_without_an_id_also_holds_for_held_out_rows(tmp_path, monkeypatch):
+    server, asked = Server(tmp_path, "max-scores = 5", TEXTS, **HALF), Server.asked
+    given: list[bool] = []
+
+    def with_units(server, round_=0):
+        assigned = asked(server, round_)
+        dp = assigned.config.dp.model_copy(update={"no_unit": "one"})
+        config = assigned.config.model_copy(update={"dp": dp})
+        return replace(assigned, config=config, site=assigned.site.model_copy(update={"unit_column": "patient"}))
+
+    def group(data, split, column, origins, has_blanks=False):
+        given.append(has_blanks)
+        raise TaskError("none")
+
+    monkeypatch.setattr(Server, "asked", with_units)
+    monkeypatch.setattr(client_session, "group_rows", group)
+    with pytest.raises(TaskError, match="evaluate.held-out"):
+        server.send(server.initial)
+    assert given == [True]

@@ -85,3 +85,18 @@ def test_the_assignment_keeps_the_run_s_config_and_survives_a_worker(tmp_path):
     assert again == assignment
     assert (again.config.task.source_column, again.site_config.task.source_column) == ("mr", "Befund")
     assert json.loads(assignment.to_json())["config"]["task.source-column"] == "mr"
+
+
+def test_source_is_left_out_where_the_run_reads_none():
+    captions = parse({"task.name": "vision-language"})
+    assert apply_site_columns(captions, COLUMNS | {"image": "Bild"}).task.source_column == "mr"  # still no question
+    assert describe_site_columns(captions, COLUMNS) == 'columns of the node config: the run\'s "ref" is "Diagnose" here'
+    for keys in ({"task.source-column": "question"}, {"task.choices-column": "choices"}):
+        asks = parse({"task.name": "vision-language"} | keys)
+        assert apply_site_columns(asks, COLUMNS).task.source_column == "Befund"
+
+
+def test_a_column_of_conversations_has_a_name_of_its_own():
+    task = apply_site_columns(parse({"task.messages-column": "messages"}), COLUMNS | {"messages": "Verlauf"}).task
+    assert (task.messages_column, task.source_column, task.target_column) == ("Verlauf", "mr", "ref")
+    assert apply_site_columns(parse({}), {"messages": "Verlauf"}).task.messages_column == ""

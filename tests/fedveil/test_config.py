@@ -5,7 +5,7 @@ import tomllib
 
 import pytest
 
-from fedveil.config import RENAMED_KEYS, RunConfig, parse, renamed
+from fedveil.config import RENAMED_KEYS, RunConfig, parse, parse_class_names, renamed
 from fedveil.errors import ConfigError
 from tests.conftest import ROOT
 
@@ -62,3 +62,8 @@ def test_a_key_by_its_old_name_is_refused_with_the_new_one(old, new):
 def test_a_field_of_the_method_by_the_old_key_has_the_new_one():
     assert renamed("method.fields.rho") == "method.params.rho"
     assert renamed("method.params.rho") == renamed("train.epochs") == ""
+
+
+def test_an_empty_list_of_class_names_is_none():
+    assert parse_class_names(" [] ") == ()
+    assert parse({"task.class-names": []}).task.class_list == ()

@@ -21,6 +21,7 @@ from fedveil.console.doctor.checks import CheckResult, run_check
 from fedveil.contract.task import Example, ExampleOrigin, class_metrics
 from fedveil.data import file_probe, images, picture_paths, split_files, tables
 from fedveil.data.class_names import ClassNumbering, format_class_names
+from fedveil.data.conversations import ConversationError, EmptyTurnError, read_conversation
 from fedveil.data.image_decoding import describe_conversions, image_conversions
 from fedveil.data.row_values import filled_text
 from fedveil.errors import ConfigError, FedVeilError, PolicyError, TaskError
@@ -112,7 +113,10 @@ def _empty_texts(files: Sequence[Path], columns: tuple[str, ...], task: TaskConf
     required = (task.target_column,) if task.source_template else columns
     table = tables.read_files(files, required, texts=required, only=required)
     rows = zip(*(table.rows[column] for column in required), strict=True)
-    places = [number for number, values in enumerate(rows) if None in map(filled_text, values)]
+    try:
+        places = [number for number, values in enumerate(rows) if any(_lacks_text(value, task) for value in values)]
+    except (ValueError, OverflowError):  # whose text may quote a value
+        raise file_probe.undecodable(files[0], required) from None
     empty = len(places)
     if empty and task.empty_texts == "refuse":
         where = Example({}, table.origin(places[0])).where
@@ -121,6 +125,18 @@ def _empty_texts(files: Sequence[Path], columns: tuple[str, ...], task: TaskConf
             'correct them, or set task.empty-texts = "drop"'
         )
     return f"; {empty:,} rows without a text are left out" if empty else ""
+
+
+def _lacks_text(value: object, task: TaskConfig) -> bool:
+    if not task.messages_column:
+        return filled_text(value) is None
+    try:
+        read_conversation(value)
+    except EmptyTurnError:
+        return True
+    except ConversationError:  # the preview says why
+        return False
+    return False
 
 
 def _pictures(file: Path, task: TaskConfig) -> str:

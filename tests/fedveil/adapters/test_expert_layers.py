@@ -10,7 +10,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fedveil.adapters import export, low_rank_pairs
+from fedveil.adapters import expert_layers, export, low_rank_pairs
 from fedveil.adapters.hadamard import HadamardLoraAdapter
 from fedveil.adapters.lora import LoraAdapter
 from fedveil.adapters.residual_lora import ResidualLoraAdapter
@@ -122,3 +122,14 @@ def test_files_that_peft_cannot_load_fail_the_run_s_end(tmp_path, monkeypatch):
     export.adapter_tensors(tmp_path / export.PEFT_WEIGHTS, stored)
     with pytest.raises(StateError, match="found 2 tensors that it lacks and 1 that it does not know"):
         export.require_loadable(tmp_path, model)
+
+
+def test_the_tokens_of_a_vision_transformer_are_no_experts(caplog):
+    model = nn.Linear(4, 4)
+    model.cls_token, model.position_embeddings = nn.Parameter(torch.zeros(1, 1, 4)), nn.Parameter(torch.zeros(1, 5, 4))
+    with caplog.at_level(logging.WARNING, "fedveil.models"):
+        expert_layers.log_unpaired(model, [""])
+        assert not caplog.text
+        model.experts = nn.Parameter(torch.zeros(2, 4, 4))
+        expert_layers.log_unpaired(model, [""])
+    assert "32 of the base's 76 weights" in caplog.text

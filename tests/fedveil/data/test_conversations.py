@@ -13,6 +13,7 @@ from fedveil import config as run_config
 from fedveil import tasks
 from fedveil.adapters.lora import LoraAdapter
 from fedveil.config import parse
+from fedveil.console.doctor import data_checks
 from fedveil.contract.task import Example
 from fedveil.data import batches, packing, prompt_template
 from fedveil.data.batches import TokenExample
@@ -368,3 +369,31 @@ def test_keys_that_a_conversation_does_not_read_are_refused(keys, message):
     config = run_config.parse({"task.messages-column": "m"} | chat | keys)
     with pytest.raises(ConfigError, match=message):
         tasks.load_task(config, LoraAdapter(), "cpu")
+
+
+def test_a_last_turn_of_the_user_without_text_is_left_out():
+    for value in ([*openai(), {"role": "user", "content": None}], [*sharegpt(), {"from": "human", "value": " "}]):
+        source, target = read_conversation(value)
+        assert (source, target, source.unanswered) == (SOURCE, "Aromi is a pub.", True)
+    with pytest.raises(EmptyTurnError):
+        read_conversation([*openai(TURNS[:3]), {"role": "user", "content": ""}, {"role": "assistant", "content": ""}])
+    with pytest.raises(EmptyTurnError, match="an answer of the assistant, found none"):
+        read_conversation([{"role": "user", "content": ""}])
+
+
+def test_doctor_counts_conversations_that_lack_a_text(tmp_path):
+    rows = [openai(), sharegpt(), changed(2, content="")]
+    keys = {"task.data": str(tmp_path), "task.messages-column": "messages", "task.chat-template": True}
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows[:1]))
+    (check,) = data_checks.check_run_data(parse(keys).task, [])
+    assert check.verdict == "ok"
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows[::2]))
+    (check,) = data_checks.check_run_data(parse(keys).task, [])
+    assert check.verdict == "fail"
+    assert "found 1 rows without one, the first is row 2" in check.text
+    (check,) = data_checks.check_run_data(parse(keys | {"task.empty-texts": "drop"}).task, [])
+    assert (check.verdict, "; 1 rows without a text are left out" in check.text) == ("ok", True)
+    broken = {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}
+    (tmp_path / "train.jsonl").write_text(json.dumps(broken) + "\n")
+    (check,) = data_checks.check_run_data(parse(keys).task, [])
+    assert check.verdict == "ok"  # the preview says why it is refused

@@ -159,7 +159,7 @@ FAULTS = {
     "a shard twice": "expected each shard once in .*, found train-1.parquet with a number that another file has",
     "shards beside a file": "found train.parquet and train-0.parquet; remove one",
     "two names": "found Training.csv and train.csv; remove one",
-    "other columns": "with the same types, found others in .*train-2.parquet",
+    "other columns": "with the same types and class names, found others in .*train-2.parquet",
     "no first line": "expected the first line of .*train-0.csv.* found another one in .*train-1.csv",
     "unfinished": "expected a finished data set in .*found _temporary",
     "partitioned": "found the folder year; write the data set without partitions",
@@ -278,3 +278,65 @@ def test_doctor_finds_a_last_row_without_its_target(tmp_path):
     assert f"found 1 rows without one, the first is row 1501 of {tmp_path / 'train-1.jsonl'}" in check.text
     (check,) = data_checks.check_run_data(parse(keys | {"task.empty-texts": "drop"}).task, [])
     assert (check.verdict, "; 1 rows without a text are left out" in check.text) == ("ok", True)
+
+
+def test_the_descriptions_of_a_saved_data_set_are_no_rows(tmp_path):
+    DatasetDict(train=Dataset.from_list(ROWS)).save_to_disk(tmp_path / "all")
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
+    assert [split_files.describe_unread(tmp_path / name, "train") for name in ("all", "one")] == ["", ""]
+
+
+def test_two_folders_of_another_split_do_not_stop_a_reading(tmp_path, monkeypatch):
+    csv(tmp_path / "train.csv", ROWS)
+    for name in ("test", "testing"):
+        (tmp_path / name).mkdir()
+    assert split_files.describe_unread(tmp_path, "train") == "not read: test, testing"
+
+    def refused(data, split):
+        raise PermissionError
+
+    monkeypatch.setattr(split_files, "find_split_files", refused)
+    assert split_files.describe_unread(tmp_path, "train") == "not read: test, testing, train.csv"
+
+
+def test_files_beside_pictures_are_no_rows_beside_the_split_s_table(tmp_path):
+    csv(tmp_path / "train.csv", ROWS)
+    (tmp_path / "train").mkdir()
+    Image.new("L", (8, 8)).save(tmp_path / "train" / "0001.png")
+    (tmp_path / "train" / "0001.json").write_text("{}")
+    assert split_files.split_files(tmp_path, "train") == (tmp_path / "train.csv",)
+    csv(tmp_path / "train" / "metadata.csv", ROWS)
+    with pytest.raises(TaskError, match=r"found train\.csv and train/metadata\.csv; remove one"):
+        split_files.split_files(tmp_path, "train")
+
+
+def test_shards_may_count_from_1_and_a_huge_count_costs_nothing(tmp_path):
+    for at in (1, 2):
+        csv(tmp_path / f"train-{at}-of-2.csv", ROWS)
+    assert len(split_files.split_files(tmp_path, "train")) == 2
+    csv(tmp_path / "test-0-of-999999999.csv", ROWS)
+    with pytest.raises(TaskError, match="expected 999,999,999 shards in .* found 1, numbered from 0 to 0"):
+        split_files.split_files(tmp_path, "test")
+    for at in (2, 3):
+        csv(tmp_path / f"validation-{at}-of-2.csv", ROWS)
+    with pytest.raises(TaskError, match="numbered from 2 to 3; copy the missing ones"):
+        split_files.split_files(tmp_path, "validation")
+
+
+def test_class_folders_come_before_the_folder_data(tmp_path):
+    csv(tmp_path / "data" / "train.csv", ROWS)
+    assert len(split_files.split_files(tmp_path, "train")) == 1
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    Image.new("L", (8, 8)).save(tmp_path / "train" / "cat" / "1.png")
+    assert images.class_folder(tmp_path, "train") == tmp_path / "train"
+
+
+def test_a_text_that_is_not_utf_8_is_refused_without_its_bytes(tmp_path):
+    wrong = pyarrow.array([b"secret\xff"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"mr": wrong, "ref": ["b"], "image": wrong}), tmp_path / "train.parquet")
+    keys = {"task.data": str(tmp_path), "task.target-column": "ref"}
+    for more in ({}, {"task.name": "image-classification"}):
+        (check,) = data_checks.check_run_data(parse(keys | more).task, [])
+        assert (check.verdict, "a text is not UTF-8" in check.text, "secret" in check.text) == ("fail", True, False)
+    table = images.image_table(tmp_path, "train", parse(keys).task)  # the row's own reading says where
+    assert len(table.rows) == 1

@@ -93,3 +93,14 @@ def test_a_message_names_a_row_by_its_origin_else_by_its_columns():
     assert Example({"a": 1, "origin": "x"}).where == "a row with a, origin"
     assert Example({"a": 1}, ExampleOrigin("f", 3)).where == "row 3 of f"
     assert Example({"a": 1}, ExampleOrigin("f")).where == "f"
+
+
+def test_shards_with_other_class_names_are_refused(tmp_path):
+    """Both have integers, which the first shard's names would stand for."""
+    for at, names in enumerate((["cat", "dog"], ["dog", "cat"])):
+        features = Features({"mr": Value("string"), "label": ClassLabel(names=names)})
+        rows = Dataset.from_list([{"mr": "a", "label": "cat"}], features=features)
+        rows.to_parquet(tmp_path / f"train-{at}.parquet")
+    with pytest.raises(TaskError, match=r"the same types and class names, found others in .*train-1\.parquet"):
+        tables.read_split(tmp_path, "train", ("mr", "label"))
+    assert len(tables.read_files(sorted(tmp_path.glob("*.parquet")), ("mr",), only=("mr",)).rows) == 2

@@ -132,3 +132,11 @@ def test_a_run_without_a_unit_column_groups_nothing_and_other_rows_than_the_file
         units.group_rows_of_run(config, prepared, tmp_path, DatasetShard(0, 2))
     natural = parse({"dp.unit-column": "patient", "task.partition": "natural"})
     assert units.group_rows_of_run(natural, prepared, tmp_path, DatasetShard(0, 2)) == ((0,), (1,))
+
+
+def test_held_out_rows_without_an_id_are_one_unit_too(tmp_path):
+    file = lines(tmp_path, '"a"', "null", '"b"', "")
+    rows = [ExampleOrigin(str(file), row) for row in range(1, 5)]
+    with pytest.raises(TaskError, match="found none in row 2"):
+        units.group_rows(tmp_path, "train", "patient", rows)
+    assert units.group_rows(tmp_path, "train", "patient", rows, has_blanks=True) == ((0,), (1, 3), (2,))
