@@ -13,7 +13,7 @@ from fedveil.config import parse
 from fedveil.contract.message_address import MessageAddress
 from fedveil.contract.method import RoundContext, hyperparameters_of
 from fedveil.federation.exchange import MessageExchange
-from fedveil.records.atomic_files import write_checksummed
+from fedveil.records.atomic_files import read_checksummed, write_checksummed
 
 
 class Server:
@@ -41,7 +41,7 @@ class Server:
         if (
             served := self.at / "r" / "s" / "served.json"
         ).exists():  # another message for a round: test_replay_guard.py
-            served.write_bytes(write_checksummed({"rounds": [], "of": 0, "purged": False}))
+            served.write_bytes(write_checksummed(read_checksummed(served.read_bytes()) | {"rounds": [], "of": 0}))
         taken = self.turns.run_round(lambda: self.exchange.broadcast(state, ctx), asked, self._count)
         return b"".join(taken.parts)
 
