@@ -47,4 +47,5 @@ def test_every_key_named_in_the_text_exists():
 @pytest.mark.parametrize("text", re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL))
 def test_a_config_of_the_page_is_one(text):
     config = parse(flatten_config(tomllib.loads(text)))
-    strategies.create_method(config.method.name, config.method.params)
+    method = strategies.create_method(config.method.name, config.method.params)
+    assert type(method) is strategies.load_method(config.method.name)

@@ -180,10 +180,8 @@ class FolderWitness(LedgerWitness):
 
     @property
     def _scan(self) -> FolderScan:
-        """Return what the folder's tree has. Once it is marked, others' folders in it are refused by its mark."""
-        if not self.is_tree or self.read() is not None:
-            return FolderScan()
-        return scan_folder(self.folder, ID_FILE)
+        """Return what the folder's tree has, anew each time: a link or a mark may have come since."""
+        return scan_folder(self.folder, ID_FILE) if self.is_tree else FolderScan()
 
     @property
     def limits(self) -> list[str]:

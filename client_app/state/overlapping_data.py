@@ -25,7 +25,7 @@ MAX_ENTRIES = 200_000  # of a data folder that are looked at
 
 @dataclass(frozen=True)
 class FolderScan:
-    """What a data folder's tree has, as far as it was looked at.
+    """Other folders' marks in a data folder's tree, and its links, as far as it was looked through.
 
     Attributes:
         id_files: id files of folders in it, without its own.

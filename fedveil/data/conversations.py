@@ -39,7 +39,7 @@ class EmptyTurnError(ConversationError):
 @final
 @dataclass(frozen=True)
 class Conversation:
-    """What stands before the last answer of a conversation.
+    """One conversation up to its last answer.
 
     Attributes:
         system: the text of the system turn; "" if there is none.

@@ -152,15 +152,19 @@ def describe_layout(data: Path, split: str, files: Sequence[Path]) -> str:
     return f'{len(names):,} files are read as the split "{split}": {names[0]} to {names[-1]}'
 
 
-def describe_unread(data: Path, split: str) -> str:
+def describe_unread(data: Path, split: str, files: Sequence[Path] = ()) -> str:
     """Return the files and folders of examples in the folder `data` that no split is read from; "" if there is none.
 
-    A validation split is one of them where the rows to train on are read: only the server uses it.
+    `files` are those of the split `split`: others in their folder are named too. A validation split is unread where the
+    rows to train on are read: only the server uses it.
     """
     if not data.is_dir():
         return ""
     known = {path for name in SPLIT_NAMES for path in _known(data, name, split)}
     names = sorted(path.name for path in data.iterdir() if path not in known and _looks_like_rows(path))
+    for folder in sorted({file.parent for file in files if file.is_relative_to(data)} - {data}):
+        beside = [path for path in folder.iterdir() if path.is_file() and path not in files and _looks_like_rows(path)]
+        names += sorted(path.relative_to(data).as_posix() for path in beside)
     more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
     return f"not read: {', '.join(names[:_MOST_NAMES])}{more}" if names else ""
 

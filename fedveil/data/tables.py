@@ -188,7 +188,7 @@ def read_for_task(
 
 def note_reading(data: Path, split: str, files: Sequence[Path]) -> None:
     """Note which files are read and which are not, and how texts are read. Raises TaskError like `describe_reading`."""
-    for text in (describe_layout(data, split, files), describe_unread(data, split)):
+    for text in (describe_layout(data, split, files), describe_unread(data, split, files)):
         if text:
             note(f'"{data}": {text}')
     for text in dict.fromkeys(map(describe_reading, files)):

@@ -16,6 +16,7 @@ from fedveil import rng
 from fedveil.attacks.samples import natural_key
 from fedveil.cards.card import PrivacyCard
 from fedveil.config import RunConfig
+from fedveil.console.runs.run_reader import load_run
 from fedveil.contract.method import Method, RoundContext
 from fedveil.contract.param_spec import Weights
 from fedveil.contract.task import DatasetShard, Rows, Task
@@ -175,8 +176,9 @@ class LocalFederation:
                 f"site: expected a site with its own model, found {site}, which has only {', '.join(views)}: either "
                 f"{self.config.method.name} keeps no model at a site, or it has not trained yet; leave site out"
             )
-        weights = {name: views[view][name] for name in self.task.spec}
-        return self.task.evaluate(weights, self.task.examples(Path(data).expanduser(), split), generate)
+        task = self._recorder.server_task if site is None else self.task  # under FedSP the sites train a proxy
+        weights = {name: views[view][name] for name in task.spec}
+        return task.evaluate(weights, task.examples(Path(data).expanduser(), split), generate)
 
     @property
     def results(self) -> Run:
@@ -253,7 +255,8 @@ class LocalFederation:
 
         Raises:
             StateError: the run has no final model, or run.capture-messages was not set.
-            ConfigError: there are too few examples, or sites divide several folders.
+            ConfigError: there are too few examples, sites divide several folders, or one that no round has drawn
+                shares the folder.
         """
         results = self.results
         if not self.config.run.capture_messages:
@@ -262,6 +265,11 @@ class LocalFederation:
                 "messages there is nothing to attack"
             )
         data, sites = _members(self.data)
+        if data is not None and set(load_run(results.folder).sites) != set(self.data):
+            raise ConfigError(
+                "cohort.fraction: expected a run that drew every site, for an audit of examples that all sites divide, "
+                "found a site that no round drew, so that the shares cannot be told; run more rounds, or all sites"
+            )
         return results.audit(data, sites, non_members, max_rows, seed, minutes, canaries, device, say)
 
 

@@ -53,6 +53,7 @@ class LocalRunRecorder:
         folder: the run folder; locked until this object ends.
         course: the rounds that counted, and the best of them.
         evaluator: scores the server's model on task.evaluation; None without it.
+        server_task: has the adapter of the server's model.
         next_round: the next round, from 0.
         ended: the run has its final model.
         has_failed: an error, or Ctrl-C, ended the run.
@@ -72,7 +73,7 @@ class LocalRunRecorder:
         self.course = BestRoundTracker(plan.selection, path)
         server_task = plan.load_server_task()
         self.evaluator = ServerEvaluator.from_config(server_task, plan.config, keeps_model=server_task is plan.task)
-        self._server_task = server_task
+        self.server_task = server_task
         self.next_round, self.ended, self.has_failed = 0, False, False
         self._private: dict[str, int] = {}  # by site: the round in which its state was saved
         self._named_before = set[str]()
@@ -148,7 +149,7 @@ class LocalRunRecorder:
             federation.server = best
         if self.evaluator and course.is_unscored(self.rounds):
             course.final = self._scores(self.rounds - 1)
-        task = self._server_task
+        task = self.server_task
         self.folder.final(
             federation.models(), lambda weights, into: task.save({name: weights[name] for name in task.spec}, into)
         )

@@ -248,7 +248,7 @@ class PrivacyLedger:
                         "the state "
                         "folder that charged this data, or say that it is lost"
                     )
-                other._require_witness(theirs, witness)
+                other._require_change(theirs, witness.place, mark)  # not its neighbors' marks, which adoption settles
                 account = theirs.account.hold_to(own)
                 mine = mine.count_unit(account.unit)
                 added = [replace(entry, run=f"{entry.run} (adopted)").use_up() for entry in account.entries]

@@ -152,7 +152,7 @@ def test_what_broadcasts_do_not_show_is_not_attacked(federate):
     twins = Twins(federate, "fixed_position", 'hidden = "lora_A"\noptimiser = "adam"')
     assert twins.sums() is None
     notes = " ".join(secagg_views.secagg_notes(twins.unseen(), None))
-    assert "sums are NOT attacked here: broadcasts of fixed_position" in notes
+    assert "sums are NOT attacked here: this audit does not compute them from the broadcasts of fixed_position" in notes
 
 
 def test_an_attempt_that_was_repeated_has_no_sum(federate):

@@ -94,7 +94,7 @@ def _rows(name: str, data: Path, split: str, task: TaskConfig, counted: list[int
     counted += [probe.rows] if probe.is_whole else []
     more = "" if probe.is_whole else "or more "
     readings = dict.fromkeys(map(file_probe.describe_reading, files))
-    layout = split_files.describe_layout(data, split, files), split_files.describe_unread(data, split)
+    layout = split_files.describe_layout(data, split, files), split_files.describe_unread(data, split, files)
     said = "".join(f"; {each}" for each in (*layout, *readings) if each)
     if info.drops and file_probe.is_small(files):
         said += _empty_texts(files, columns, task)

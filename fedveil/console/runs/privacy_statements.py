@@ -41,7 +41,8 @@ def privacy_statements(run: RunView) -> list[str]:
     timing = f" {timing}" if (timing := untimed(claim)) else ""
     about = f" The guarantee: {describe_claim(claim, config)}."
     sentences = [
-        f"{run.method}: a Gaussian mechanism for each example.{nominal}{trusted}{about}{_limit(claim)}{where}{timing}"
+        f"{run.method}: a Gaussian mechanism for each example.{nominal}{trusted}{about}{_limit(run, claim)}{where}"
+        f"{timing}"
     ]
     return sentences + [f"{site}: {_of_site(run, site, claim, config)}" for site in run.sites]
 
@@ -63,7 +64,7 @@ def privacy_summary(run: RunView) -> str:
     known = {site: bound for site, bound in bounds.items() if not isinstance(bound, str)}
     not_known = f" Not known for {len(unknown)} of {len(bounds)} sites: {bounds[unknown[0]]}" if unknown else ""
     if not known:
-        return f"privacy: {describe_claim(claim, config)}.{_limit(claim)}{not_known}"
+        return f"privacy: {describe_claim(claim, config)}.{_limit(run, claim)}{not_known}"
     most = max(known, key=lambda site: known[site].epsilon)
     words = describe_guarantee(claim, config, known[most].charges)
     return f"privacy: this run cost an example of {most}, the most charged site, at most {words.sentence}.{not_known}"
@@ -76,9 +77,11 @@ def _claim(run: RunView) -> tuple[PrivacyGuarantee | None, RunConfig]:
     return guarantee_of(method, config), config
 
 
-def _limit(claim: PrivacyGuarantee) -> str:
+def _limit(run: RunView, claim: PrivacyGuarantee) -> str:
     """Return a sentence on the limit that the sites' ledgers enforce."""
     budget = claim.budget
+    if run.config.get("in_process"):
+        return " No ledger counted it: everything ran in one process."
     if math.isinf(budget.epsilon):
         return " No limit was set: the sites' ledgers count charges and stop nothing."
     stated = stated_guarantee(budget.epsilon, budget.delta, budget.neighbours)

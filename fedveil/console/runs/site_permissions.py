@@ -22,7 +22,7 @@ _EVERYTHING = (
 
 @dataclass(frozen=True)
 class SitePermissions:
-    """What the site of a state folder permits.
+    """Permissions of the site of a state folder.
 
     Attributes:
         words: a sentence.

@@ -40,7 +40,7 @@ def name_federations(folders: Iterable[Path]) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class _FlowerAnswer:
-    """What Flower says of a federation: each node's status by its id, and that of each unfinished run by its number."""
+    """Flower's answer on a federation: each node's status by its id, each unfinished run's by its number."""
 
     nodes: Mapping[str, str] = field(default_factory=dict)
     runs: Mapping[str, str] = field(default_factory=dict)

@@ -342,8 +342,11 @@ def test_a_lock_that_another_process_holds_stops_the_site_with_a_sentence(tmp_pa
 def test_a_lock_that_is_released_in_time_is_waited_for(tmp_path):
     SiteDataset.from_folder(tmp_path)
     code = HOLD.replace("time.sleep(60)", "time.sleep(0.2)")
-    with another_process(code, tmp_path / ID_FILE), FolderWitness.open(tmp_path, "").lock():
-        pass
+    with another_process(code, tmp_path / ID_FILE) as ready:
+        assert ready == "held"
+        began = time.monotonic()
+        with FolderWitness.open(tmp_path, "").lock():
+            assert time.monotonic() - began < 10
 
 
 def test_an_id_file_is_readable_only_by_its_owner(tmp_path):

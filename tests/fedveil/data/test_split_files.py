@@ -340,3 +340,13 @@ def test_a_text_that_is_not_utf_8_is_refused_without_its_bytes(tmp_path):
         assert (check.verdict, "a text is not UTF-8" in check.text, "secret" in check.text) == ("fail", True, False)
     table = images.image_table(tmp_path, "train", parse(keys).task)  # the row's own reading says where
     assert len(table.rows) == 1
+
+
+def test_tables_beside_the_files_of_a_split_are_said_to_be_unread(tmp_path):
+    (tmp_path / "train").mkdir()
+    csv(tmp_path / "train" / "a.csv", ROWS)
+    for name in ("b.xlsx", "_c.csv", "notes.txt", ".d.csv"):
+        (tmp_path / "train" / name).write_text("x")
+    files = split_files.find_split_files(tmp_path, "train")
+    assert [file.name for file in files] == ["a.csv"]
+    assert split_files.describe_unread(tmp_path, "train", files) == "not read: train/_c.csv, train/b.xlsx"

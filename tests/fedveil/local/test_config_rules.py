@@ -34,8 +34,10 @@ def test_a_quorum_that_no_round_reaches_is_refused():
     require_local(parse({}), 1, divides_data=False)
 
 
-def test_task_data_may_be_divided():
+def test_task_data_is_only_what_sites_divide():
     require_local(parse({"task.data": "rows"}), 3, divides_data=True)
+    with pytest.raises(ConfigError, match=r"^task\.data: expected '' for a run in one process, found 'rows'"):
+        require_local(parse({"task.data": "rows"}), 3, divides_data=False)
 
 
 def test_a_file_a_mapping_and_sections_are_one_config(tmp_path):
