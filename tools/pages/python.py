@@ -38,8 +38,8 @@ PUBLIC_MODULES: Mapping[str, tuple[str, ...]] = {
     "Privacy, messages, data and records": (
         "fedveil.privacy.accounting", "fedveil.privacy.dp_sgd", "fedveil.privacy.guarantee_source",
         "fedveil.wire.capture", "fedveil.wire.envelope", "fedveil.wire.payloads", "fedveil.data.tables",
-        "fedveil.data.split_files", "fedveil.data.partition", "fedveil.data.batches", "fedveil.data.images", "fedveil.data.image_decoding",
-        "fedveil.training.text_metrics", "fedveil.training.per_example", "fedveil.models.loading",
+        "fedveil.data.split_files", "fedveil.data.partition", "fedveil.data.batches", "fedveil.data.images",
+        "fedveil.data.image_decoding", "fedveil.training.text_metrics", "fedveil.training.per_example", "fedveil.models.loading",
         "fedveil.models.clip", "fedveil.records.disclosure_ledger", "fedveil.records.audit_log",
         "fedveil.records.provenance",
     ),
