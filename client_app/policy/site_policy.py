@@ -37,8 +37,9 @@ from __future__ import annotations
 
 import math
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -150,16 +151,18 @@ def load_policy(site: SiteConfig) -> SitePolicy:
 def policy_of_site(site: SiteConfig) -> SitePolicy:
     """Return the policy that a site's node config names. Raise PolicyError if there is none or it is unreadable."""
     path = Path(site.policy).expanduser()
+    policy: dict[str, Any] = {}
     try:
         if not site.policy:
             raise FileNotFoundError
-        return SitePolicy.model_validate(tomllib.loads(path.read_text("utf-8-sig")))
+        policy = tomllib.loads(path.read_text("utf-8-sig"))
+        return SitePolicy.model_validate(policy)
     except (OSError, ValueError, RecursionError) as error:  # ValidationError and TOMLDecodeError are ValueErrors
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
             what = f"{key}: {first['msg'].removeprefix('Value error, ')}"
-            if misplaced := _own_keys_in_permits(path):
+            if misplaced := _own_keys_in_permits(policy):
                 what = f"{misplaced}: expected above the line [permits], found below it; move it up"
             if new := RENAMED_KEYS.get(key):
                 what = f"{key}: expected the key's current name, {new}, found its old one"
@@ -170,8 +173,8 @@ def policy_of_site(site: SiteConfig) -> SitePolicy:
         raise PolicyError(says) from error
 
 
-def _own_keys_in_permits(path: Path) -> str:
+def _own_keys_in_permits(policy: Mapping[str, Any]) -> str:
     """Return the policy's own keys that stand below [permits], where TOML reads them as keys of that table."""
-    permits = tomllib.loads(path.read_text("utf-8-sig")).get("permits")
+    permits = policy.get("permits")
     own = {field.alias or name for name, field in SitePolicy.model_fields.items()}
     return ", ".join(sorted(own & set(permits))) if isinstance(permits, dict) else ""

@@ -42,7 +42,7 @@ def _follow_move(home: Path) -> None:
         about = tomllib.loads(file.read_text())["superlink"][CONNECTION]
         if Path(about["root-certificates"]) != own:
             write_connection(home, about["address"], own)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise LaunchError(
             f"{file}: expected the connection to the server at this place, found one that cannot be read or written "
             f"({type(error).__name__}: {error}); give this user access to it, or restore it"

@@ -162,7 +162,7 @@ def address_in_kit(file: Path) -> str:
             for entry in archive:
                 if entry.isfile() and entry.name.endswith("/site.toml") and (data := archive.extractfile(entry)):
                     return str(tomllib.loads(data.read(_MOST_BYTES).decode())["superlink"])
-    except (OSError, ValueError, KeyError, tarfile.TarError):
+    except (OSError, ValueError, KeyError, RecursionError, tarfile.TarError):
         return ""
     return ""
 
