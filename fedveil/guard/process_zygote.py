@@ -16,7 +16,7 @@ client process.
 | bundled code opens the resident's memory (ptrace, /proc) | the kernel refuses, except for root |
 | bundled code looks for the resident's socket | it is closed in the copy |
 | two copies draw "random" numbers | Python's and NumPy's generators are reseeded; keys are the operating system's |
-| the resident is killed, or silent for 30 s | it is ended, the log says so, and Flower starts each client process |
+| the resident is killed, or silent for 2 min | it is ended, the log says so, and Flower starts each client process |
 | the SuperExec ends | the resident's socket ends, and so does it; client processes watch the SuperExec, as ever |
 | a task that is no ClientApp's | it is not asked for; if one comes, it is not started |
 | a SuperExec of an image, at a server | it starts only ServerApps, as Flower would |
@@ -41,11 +41,12 @@ from logging import ERROR, INFO, WARNING
 from typing import Any
 
 from fedveil.guard import clientapp, heartbeat, poll_backoff, superexec
+from fedveil.guard.flower import task_claims
 from fedveil.guard.task_programs import CLIENT_APP
 
 _MOST_BYTES = 1 << 16  # of a client process's arguments
-_ANSWER_SECONDS = 30.0
-_STARTED = b"started"
+_MOST_ANSWER = 20  # bytes: digits of a process id
+_ANSWER_SECONDS = 120.0
 _NAME, _DUMPABLE = 15, 4  # Linux's PR_SET_NAME and PR_SET_DUMPABLE
 # Third-party modules that Flower and a bundle import in a client process. None of this installation's modules,
 # because the bundle contains its own.
@@ -68,18 +69,18 @@ class ProcessZygote:
         self._connection.settimeout(_ANSWER_SECONDS)
         self.lost = False
 
-    def start(self, arguments: Sequence[str]) -> bool:
-        """Start a client process with these arguments; return False once the zygote is gone."""
+    def start(self, arguments: Sequence[str]) -> int:
+        """Start a client process with these arguments and return its process id; 0 once the zygote is gone."""
         if self.lost:
-            return False
+            return 0
         try:
             self._connection.send(json.dumps(list(arguments)).encode())
-            if self._connection.recv(len(_STARTED)) == _STARTED:
-                return True
+            if (answer := self._connection.recv(_MOST_ANSWER)).isdigit():
+                return int(answer)
         except OSError:
             pass  # logged below: after any error, the SuperExec stops using this zygote
         self._end()
-        return False
+        return 0
 
     def _end(self) -> None:
         from flwr.supercore import log
@@ -135,8 +136,8 @@ def _launch_from(resident: ProcessZygote, waits: poll_backoff.PollBackoff, permi
 
             log(ERROR, "%s: this SuperExec starts only %s; the task is not started", arguments[0], permitted)
             return
-        if arguments[0] != CLIENT_APP or options or not resident.start(arguments[1:]):
-            subprocess.Popen(arguments, **options)
+        is_forked = arguments[0] == CLIENT_APP and not options
+        task_claims.start_claimed(arguments, resident.start if is_forked else None, **options)
 
     module.subprocess = types.SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)  # type: ignore[attr-defined]
 
@@ -151,11 +152,11 @@ def _reside(requests: socket.socket, guarded: bool, require_policy: bool) -> Non
         if not loaded:  # at the first request, because a server's SuperExec has none
             _load(guarded, require_policy)
             loaded = True
-        if os.fork() == 0:
+        if (pid := os.fork()) == 0:
             requests.close()
             _become_client(json.loads(request))
             return
-        requests.send(_STARTED)
+        requests.send(b"%d" % pid)
     os._exit(0)
 
 

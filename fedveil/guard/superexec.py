@@ -1,4 +1,4 @@
-"""`flower-superexec` of a server: Flower's own with two changes. A site's on Linux starts in process_zygote.py.
+"""`flower-superexec` of a server: Flower's own with three changes. A site's on Linux starts in process_zygote.py.
 
 It starts one type of task: ServerApps at a server, ClientApps at a site. Flower's own starts every type that it knows:
 agents, models, connectors and simulations too. Their programs are Flower's, so the guard would not see what they run.
@@ -6,6 +6,8 @@ agents, models, connectors and simulations too. Their programs are Flower's, so 
 It outlives an answer that it does not expect. It asks its SuperLink for the next task. At any answer but a few Flower's
 own ends, and with it every run: its SuperLink answers 500 for as long as its database is locked, for example. Here it
 asks again (flower/retries.py).
+
+A task stays claimed while its program starts, however slowly (flower/task_claims.py).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import sys
 
 from fedveil.errors import ConfigError
 from fedveil.federation.message_signatures.environment import BUNDLES_VARIABLE, KEY_VARIABLE, SIGNERS_VARIABLE
-from fedveil.guard.flower import replaced, retries
+from fedveil.guard.flower import replaced, retries, task_claims
 from fedveil.guard.task_programs import CLIENT_APP, SERVER_APP
 
 _OF_A_SERVER = (KEY_VARIABLE, SIGNERS_VARIABLE, BUNDLES_VARIABLE)
@@ -48,6 +50,7 @@ def task_type_of_environment() -> str:
 def main(task_type: str | None = SERVER_APP) -> None:
     """The process. Its arguments are those of Flower's own `flower-superexec`. None: the environment says the type."""
     patch_superexec(task_type or task_type_of_environment())
+    task_claims.patch_subprocesses()
     from flwr.supercore.cli import flower_superexec
 
     flower_superexec()

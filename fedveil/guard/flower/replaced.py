@@ -96,8 +96,9 @@ REPLACED = (
         "guard/superexec.py", "SuperExec", "flwr.supercore.superexec.plugin.base_exec_plugin",
         "AutoExecPlugin.supported_task_types",
     ),
-    ReplacedAttribute(
-        "guard/process_zygote.py", "SuperExec", "flwr.supercore.superexec.executor.subprocess_executor", "subprocess"
+    *(
+        ReplacedAttribute(file, "SuperExec", "flwr.supercore.superexec.executor.subprocess_executor", "subprocess")
+        for file in ("guard/process_zygote.py", "guard/flower/task_claims.py")
     ),
     ReplacedAttribute("guard/poll_backoff.py", "SuperNode", _LOOP, "time"),
     ReplacedAttribute("guard/poll_backoff.py", "SuperExec", _SUPEREXEC, "time"),

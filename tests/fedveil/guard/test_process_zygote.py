@@ -82,7 +82,7 @@ def copies():
 @pytest.mark.long
 def test_each_message_has_a_copy_of_its_own_with_its_arguments(copies):
     (*started, pid), (one, other) = copies
-    assert started == [True, True]
+    assert sorted(started) == sorted(line["pid"] for line in (one, other))
     assert [line["argv"] for line in (one, other)] == [["flwr-clientapp", "--token", x] for x in "ab"]
     assert one["pid"] != other["pid"]
     assert {one["parent"], other["parent"]} == {pid}
@@ -120,7 +120,7 @@ def test_a_copy_reaches_neither_the_residents_socket_nor_its_memory(copies):
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
 def test_a_resident_that_is_gone_or_hangs_is_ended_and_asked_no_more(number):
     code = f"""
-say(one.start([]))
+say(one.start([]) > 1)
 here.settimeout(0.5)
 os.kill(pid, signal.{number})
 say([one.start([]), one.lost, one.start([])])
@@ -131,7 +131,7 @@ except ProcessLookupError:
     say("gone")
 """
     lines = [line for line in ran(code) if not isinstance(line, dict)]
-    assert lines == [True, [False, True, False], "gone"]
+    assert lines == [True, [0, True, 0], "gone"]
 
 
 @pytest.mark.long
@@ -151,6 +151,7 @@ def test_client_processes_alone_are_forked_and_no_other_program_is_started(monke
     monkeypatch.setattr(
         process_zygote.subprocess, "Popen", lambda arguments, **options: started.append((arguments, options))
     )
+    monkeypatch.setattr(process_zygote.task_claims, "TaskClaim", lambda send: types.SimpleNamespace())
     pace = PollBackoff({1.0: 0.1}, sleep=lambda seconds: None)
     for _ in range(100):
         pace.sleep(1.0)

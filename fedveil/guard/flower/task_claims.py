@@ -1,0 +1,130 @@
+"""Keep a task claimed while its program starts.
+
+A SuperExec claims a task and starts a program for it. If the program has not called within 30 s, Flower lets the
+task be claimed again, and the SuperExec starts another program for it. On a computer that needs longer (a first import
+from a network disk, too many processes) the programs pile up, each one makes the others slower, and the task never
+begins: 26 programs of three sites were seen. So this SuperExec sends heartbeats for a task while its program starts.
+
+| the program | result |
+|---|---|
+| calls within `EVERY_SECONDS`, and ends | no heartbeat is sent from here |
+| needs longer | the task stays claimed for `LONGEST_SECONDS` at most |
+| ends without a call | no more heartbeats: Flower lets the task be claimed again after at most a minute |
+| hangs | the same, after `LONGEST_SECONDS` |
+| has begun, and goes on | a few heartbeats besides its own, which then stop |
+| its task is no longer known | the first refused heartbeat is the last |
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import subprocess
+import threading
+import types
+from collections.abc import Callable, Sequence
+from logging import WARNING
+from typing import Any
+
+from fedveil.guard.minute_log import MinuteLog
+from fedveil.sanitize import sanitize
+
+EVERY_SECONDS = 10.0
+LONGEST_SECONDS = 600.0
+
+_log = MinuteLog()
+
+
+class TaskClaim:
+    """Heartbeats for one task, from a thread of its own.
+
+    Attributes:
+        is_alive: whether the task's program still runs; until it is set, the program counts as running.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[], bool],
+        every: float = EVERY_SECONDS,
+        longest: float = LONGEST_SECONDS,
+    ) -> None:
+        self.is_alive: Callable[[], bool] = lambda: True
+        self._send, self._every, self._times = send, every, int(longest / every)
+        threading.Thread(target=self._keep, name="task claim", daemon=True).start()
+
+    def _keep(self) -> None:
+        pause = threading.Event()
+        for _ in range(self._times):
+            pause.wait(self._every)
+            if not self.is_alive() or not self._send():
+                return
+
+
+class TaskHeartbeat:
+    """One heartbeat a call, for the task whose program has these arguments; false if it was refused."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._arguments = list(arguments)
+        self._client: Any = None
+
+    def __call__(self) -> bool:
+        """Send a heartbeat. True if it was accepted, or if nothing answered."""
+        httpx = importlib.import_module("httpx")
+        messages = importlib.import_module("flwr.proto.runtime_pb2")
+        try:
+            if self._client is None:
+                self._client = _client(self._arguments)
+            return bool(self._client.SendTaskHeartbeat(messages.SendTaskHeartbeatRequest()).success)
+        except httpx.TransportError:
+            return True
+        except Exception as error:  # the task has ended, or Flower has changed: its own lease decides then
+            words = f"the claim of a task is no longer kept: {type(error).__name__}: {sanitize(error, 300)}"
+            if not isinstance(error, httpx.HTTPStatusError):
+                _log.write(WARNING, words, key=type(error).__name__)
+            return False
+
+
+def _client(arguments: Sequence[str]) -> Any:
+    """Return Flower's client with the credentials that a task's program gets in its arguments. Does not retry."""
+    value = dict(itertools.pairwise(arguments))
+    interceptors = importlib.import_module("flwr.supercore.interceptors")
+    return importlib.import_module("flwr.supercore.runtime").RuntimeHttpClient.from_server_address(
+        server_address=value["--runtime-api-address"],
+        insecure="--insecure" in arguments,
+        root_certificates=value.get("--root-certificates"),
+        interceptors=[
+            interceptors.RuntimeVersionHttpInterceptor(component_name="SuperExec"),
+            interceptors.RuntimeTokenHttpInterceptor(value["--token"]),
+        ],
+    )
+
+
+def start_claimed(arguments: Sequence[str], fork: Callable[[Sequence[str]], int] | None = None, **options: Any) -> None:
+    """Start a task's program, as Flower's SuperExec does, and keep the task claimed while it starts.
+
+    Args:
+        arguments: the program's name and its arguments.
+        fork: starts the program by a fork, if it can: returns its process id, or 0.
+        options: of `subprocess.Popen`.
+    """
+    claim = TaskClaim(TaskHeartbeat(arguments))
+    if fork is not None and (pid := fork(arguments[1:])):
+        claim.is_alive = lambda: _is_alive(pid)
+    else:
+        program = subprocess.Popen(arguments, **options)
+        claim.is_alive = lambda: program.poll() is None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, PermissionError):  # the second: another user's process has the number now
+        return False
+    return True
+
+
+def patch_subprocesses() -> None:
+    """Make Flower's SuperExec in this process start every program with `start_claimed`."""
+    module = importlib.import_module("flwr.supercore.superexec.executor.subprocess_executor")
+    module.subprocess = types.SimpleNamespace(Popen=start_claimed, DEVNULL=subprocess.DEVNULL)  # type: ignore[attr-defined]
