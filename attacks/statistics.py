@@ -168,7 +168,7 @@ def holm_correction(p_values: Sequence[float]) -> list[float]:
 
 @lru_cache(maxsize=1 << 14)  # a bound asks for the same counts at many thresholds
 def clopper_pearson(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Return the exact two-sided interval of a binomial probability. Raises ValueError for impossible counts."""
+    """Return the exact confidence interval for a binomial probability. Raises ValueError for impossible counts."""
     if not 0 <= successes <= trials or trials < 1:
         raise ValueError(f"expected 0 to {trials} successes of at least one trial, found {successes}")
     tail = (1 - confidence) / 2

@@ -195,8 +195,8 @@ class SinksConfig(ConfigSection):
 def nearest_key(known: Mapping[str, Sequence[str]], section: str, name: str) -> str:
     """Return the key of `known` (keys by section) that was probably meant; "" if there is none.
 
-    Candidates are keys of the section with a similar spelling or with the initials `name`, then a key `name` of another
-    section.
+    Keys of the section come first, if they are spelled like `name` or have it as their initials; then a key `name` of
+    another section.
     """
     if section not in known:
         return next(iter(difflib.get_close_matches(section, known, 1)), "")

@@ -71,7 +71,7 @@ def find_folder(name: str) -> Path:
 
 
 def find_file(name: str) -> Path:
-    """pyproject.toml, constraints.txt or LICENSE of this installation. Raises ConfigError if it is missing."""
+    """Return the path of pyproject.toml, constraints.txt or LICENSE. Raises ConfigError if it is missing."""
     for place in (checkout_folder(), package_folder() / _BESIDE):
         if place and (place / name).is_file():
             return place / name

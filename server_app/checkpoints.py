@@ -53,8 +53,8 @@ def require_new(folder: Path) -> None:
 def require_resumable(folder: Path) -> None:
     """Raise StateError if the folder has no run, or one whose checkpoint is lost after sites took part in it.
 
-    The server writes a checkpoint before it asks a site for anything. So a run with messages and without a checkpoint
-    has lost it, and a start at round 0 would ask the sites for the same rounds again, charged again under `dp.*`.
+    The server writes a checkpoint before it asks a site for anything, so a run with messages but no checkpoint has lost
+    it. A start at round 0 would ask the sites for the same rounds again, and `dp.*` would charge them twice.
     """
     if has_checkpoint(folder):
         return

@@ -57,7 +57,7 @@ class RunMessageRecorder:
         self._store(ctx, data, "up", accepted=True)
 
     def record_failed(self, ctx: RoundContext, reason: str) -> None:
-        """Record that a site has no upload."""
+        """Record that a site sent no usable upload, and why."""
         self._audit(ctx, "failed", {"reason": reason})
 
     def record_refused(self, ctx: RoundContext, reason: str, data: Buffer, up_bytes: int) -> None:

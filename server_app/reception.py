@@ -82,7 +82,7 @@ class LostReply:
 
 @dataclass(frozen=True)
 class RefusedReply:
-    """A reply that is not what a site sends.
+    """A reply that the server refuses, because its content is not that of a reply.
 
     Attributes:
         reason: field, expected and found, or the kind of an unexpected error.

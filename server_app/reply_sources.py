@@ -196,7 +196,7 @@ class RuntimePortSource:
         try:
             self._client.ConfirmMessageReceived(request)
         except Exception as error:  # the objects stay until the run ends, which harms no round
-            log(WARNING, "a reply's objects stay on the SuperLink: %s", error)
+            log(WARNING, "cannot remove a reply's objects from the SuperLink; they stay until the run ends: %s", error)
 
     @property
     def _client(self) -> Any:

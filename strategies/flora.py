@@ -121,7 +121,7 @@ class FLoRA(HeterogeneousRankMethod):
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Apply eq. 1, send a pair of the site's rank, and keep R_t, because the server sends its changes."""
+        """Apply eq. 1, send a pair of the site's rank, and keep R_t, because the server sends only its changes."""
         rank, spec = self.rank_in_round(ctx.site, ctx), factor_names(trainer.spec)
         drawn = parse_factor_name({name: w for name, w in payload_tensors(down).items() if name in spec}, "A")
         zero = {name: torch.zeros(tensor.shape) for name, tensor in parse_factor_name(spec, "B").items()}
@@ -153,7 +153,7 @@ class FLoRA(HeterogeneousRankMethod):
         return {"server": residual_aggregation.server_model(server)}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Declare A down, with R, factors of its last change, or neither; and both factors of the site's rank up."""
+        """Declare, down, A with R, the factors of R's last change, or neither; up, both factors at the site's rank."""
         pairs = factor_names(spec)
         up = heterogeneous_ranks.rank_fields(self._uploads.fields(pairs), self.ranks)
         return MessageLayout(

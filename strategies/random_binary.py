@@ -21,7 +21,7 @@ A client shares: the entries of its gradient that a random mask selects; masks a
 epoch, or once. A client keeps: the other entries.
 
 The client learns: the weights of every round it takes part in.
-The server learns: each client's surviving gradient entries, bit for bit, and which they are. Masks are public:
+The server learns: each client's surviving gradient entries, bit for bit, with their places. Masks are public:
 explicit bits, a key that the server expands, or visible zeros. Several masks of one client together hide
 almost no entry.
 

@@ -14,8 +14,8 @@ alike, so the other starts use noise: some sums of waves are found only from the
     first_order:          min ||r(u)||^2 + tv TV(T u)          by Adam
 
 u is the unknown image, T a known map into the model's input (an upsampling, else the identity), m the mask, which the
-zeros reveal, and y the known label. An adversary who does not know y tries each label and keeps the least residual. Of
-several starts, the attack keeps the one with the least residual. It never sees the true image. The gradient of a mean
+zeros reveal, and y the known label. An adversary who does not know y tries each label and keeps the least residual.
+The attack keeps the start with the smallest residual. It never sees the true image. The gradient of a mean
 of losses is the mean of the images' gradients, so a column of J costs one image for any batch size.
 
 | case | result |

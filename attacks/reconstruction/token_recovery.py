@@ -65,7 +65,7 @@ def gradient_span(moved: Tensor) -> Tensor:
 
 
 def read_tokens(moved: Tensor, places: Sequence[Tensor]) -> list[set[int]]:
-    """Return the tokens that lie in the span, at each position.
+    """Return, for each position, the tokens whose inputs lie in the span of `moved`.
 
     Args:
         moved: (r, d) change of the layer's A at the site, or its gradient.

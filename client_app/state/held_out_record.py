@@ -63,7 +63,7 @@ class HeldOutChoice:
     scores: Mapping[str, int] = field(default_factory=dict)
 
     def is_drawn(self, origin: ExampleOrigin | None, index: int) -> bool:
-        """Return whether a row is held out. A row without a file has its place `index` in the data set as number."""
+        """Return whether a row is held out. A row without a file is numbered by `index`, its position in the data."""
         file, row = (origin.file, origin.row) if origin else ("", index)
         if not self.is_eligible(origin, index):
             return False
@@ -180,7 +180,7 @@ class HeldOutRecord:
         try:
             write_atomic(self.file, write_checksummed({"sets": sets}))
         except OSError as error:
-            raise StateError(f"{self.file}: cannot be written: {error}; free space") from error
+            raise StateError(f"{self.file}: cannot write the held-out examples: {error}; free disk space") from error
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

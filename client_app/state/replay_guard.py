@@ -115,7 +115,7 @@ class ReplayGuard:
         return times
 
     def count(self, round_: int, rounds: int, most: int, held_out: float = 0.0) -> None:
-        """Count one serving before it begins. Raises like `check`, or StateError if the file is not writable."""
+        """Count one serving before it begins. Raises as `check` does, and StateError if it cannot write."""
         with self._locked():
             self.check(round_, rounds, most, held_out)
             state = self._read()

@@ -65,7 +65,7 @@ class PersistentHeartbeatSender(HeartbeatSender):
 class TaskHeartbeatSender(PersistentHeartbeatSender):
     """The sender of a ServerApp or ClientApp process, which records when a heartbeat was answered.
 
-    In the environment, because the bundle has its own copy of every module.
+    It keeps the time in the environment, because the bundle has its own copy of every module.
     """
 
     def _note_answer(self) -> None:

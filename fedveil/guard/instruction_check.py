@@ -43,7 +43,7 @@ _WRONG = (
 
 @dataclass(frozen=True)
 class VerifiedInstruction:
-    """An instruction whose signature is by a key that this site pins.
+    """An instruction signed with a key that this site pins.
 
     Attributes:
         evidence: its claims with key and signature, for the audit log: the server cannot deny having sent it.

@@ -163,7 +163,7 @@ def _operators(content: Any) -> list[_Operator]:
     operators = []
     for name, entry in content["operators"].items():
         if entry["role"] not in ROLES or entry["state"] not in ("active", "revoked"):
-            raise ValueError(f"{name}: expected one of the roles {ROLES}, active or revoked")
+            raise ValueError(f"{name}: expected one of the roles {ROLES}, and active or revoked as its state")
         token = bytes.fromhex(entry["token"])
         if len(token) != 32:
             raise ValueError(f"{name}: expected a SHA-256 of 64 hex digits")

@@ -148,7 +148,7 @@ def _with_pairs(network: nn.Module, module: OwnModule, adapter: Adapter) -> tupl
     targets = [_ROOT] if root else list(module.lora_targets) or linear
     if not targets:
         raise ConfigError(
-            'adapter.kind: expected linear layers in the own model for LoRA pairs, found none; set adapter.kind = "all"'
+            'adapter.kind: expected linear layers in your model for LoRA pairs, found none; set adapter.kind = "all"'
         )
     if isinstance(adapter, LowRankPairsAdapter) and adapter.targets == "all-linear":
         adapter = dataclasses.replace(adapter, targets=str(name_pattern(targets)))

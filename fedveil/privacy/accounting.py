@@ -122,7 +122,7 @@ def _sorted(charges: Spent) -> Charges:
 
 
 def round_epsilon(charges: Spent, delta: float, neighbours: Adjacency) -> float:
-    """Return a valid epsilon that `stated_guarantee` prints like that of `compute_epsilon`; often much faster."""
+    """Return an upper bound that `stated_guarantee` prints as it prints `compute_epsilon`; often much faster."""
     check_delta(delta)
     for low, high in _narrowing(charges, delta, neighbours):
         if stated_guarantee(low, delta, neighbours) == stated_guarantee(high, delta, neighbours):

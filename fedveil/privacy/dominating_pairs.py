@@ -54,7 +54,7 @@ class DominatingPair:
 
     @property
     def is_symmetric(self) -> bool:
-        """Return whether the pair has the curve of its reverse."""
+        """Return whether the pair and its reverse have the same curve."""
         return self.curve is self.reverse
 
 

@@ -296,9 +296,9 @@ class SiteAccount:
         """Return the entry with its reserved epsilon. Raises BudgetError if a limit would be exceeded."""
         if self.runs >= MAX_RUNS:
             raise BudgetError(
-                f"runs: expected at most {MAX_RUNS} runs with a claim at this site, among which its delta is divided, "
-                f"found {self.runs}; the site takes part in no further run of the same promise: without max-epsilon in "
-                "its policy it makes none"
+                f"runs: expected at most {MAX_RUNS} runs with a claim at this site, because its delta is divided among "
+                f"them, found {self.runs} earlier ones; the site joins no further private run under max-epsilon. Only "
+                "a policy without max-epsilon, which promises nothing over all runs, has no such limit"
             )
         entry = replace(entry, reserved=self.reserved_epsilon(entry))
         reserved = max(self.reserved(party) for party in LIMITED if party not in entry.open)

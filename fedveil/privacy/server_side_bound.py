@@ -59,8 +59,8 @@ def server_side_bound(
 
     Args:
         batch: train.batch-size.
-        attempts: the run's, as in metrics.jsonl. Their reports come from the site, so their values are
-            bounded here.
+        attempts: the run's attempts at rounds, as in metrics.jsonl. The site writes their reports, so this function
+            bounds the reported values.
     """
     asked = [int(a["round"]) for a in attempts if site in a.get("cohort", [])]
     reports = [a["reports"][site] for a in attempts if site in a.get("reports", {})]

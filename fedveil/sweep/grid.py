@@ -43,7 +43,7 @@ class Grid:
     """Keys with their values, and the number of seeds, which are 0, 1, ...
 
     Attributes:
-        values: by key, at least one value each.
+        values: for each key, its values, at least one.
         seeds: runs per cell.
     """
 

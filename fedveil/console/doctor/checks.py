@@ -46,7 +46,7 @@ class CheckResult:
 
 
 def run_check(name: str, check: Callable[[], CheckResult]) -> CheckResult:
-    """Run the check; an error becomes its finding."""
+    """Run the check; report an error as a failed check."""
     try:
         return check()
     except (FedVeilError, OSError, ValueError) as error:

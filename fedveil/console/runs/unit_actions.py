@@ -65,7 +65,7 @@ def add_actions(
         action.add_argument(
             "--policy", default="", metavar="FILE", help="needed only if fedveil site start did not record it"
         )
-        action.add_argument("--key-file", default="", metavar="FILE", help="likewise, if the site's state is sealed")
+        action.add_argument("--key-file", default="", metavar="FILE", help="key of a sealed state; needed as --policy")
     return units, exposure, withdraw
 
 

@@ -66,7 +66,9 @@ class FixedPointRing:
         if self.noise and self.most_summands * (self.largest + self.noise) >= 1 << (self.bits - 1):
             raise ValueError(f"noise: expected less, found {self.noise}, which would make a sum wrap around")
         if not math.isfinite(self.scale * self.most_weight):
-            raise ValueError(f"bound: expected a value with a finite scale, found {self.bound}; raise it")
+            raise ValueError(
+                f"bound: expected a value with a finite scale, found {self.bound}; raise secure.clip-bound"
+            )
 
     @classmethod
     def from_plan(cls, plan: AttemptPlan) -> FixedPointRing:

@@ -65,7 +65,7 @@ def most_attached(holders: int, partners: int) -> int:
 
 @dataclass(frozen=True)
 class MaskedUploadCodec:
-    """Codec of a method's masked uploads of one round.
+    """Codec for a method's masked uploads in one round.
 
     Attributes:
         slots: layout of the vector.

@@ -290,7 +290,7 @@ def require_listed(plan: AttemptPlan, in_sum: Collection[str], site: str, demand
             "secure: expected a list with this site and others of the plan, each once, found a different list"
         )
     if len(in_sum) < least:
-        raise PolicyError(f"secure: expected at least {least} sites in a sum, found {len(in_sum)}; none is opened")
+        raise PolicyError(f"secure: expected at least {least} sites in a sum, found {len(in_sum)}; no sum is opened")
 
 
 @number_refusals("O3")

@@ -239,8 +239,8 @@ def _require_planned(settings: ModelConfig, config: RunConfig, adapter: Adapter)
         )
     if config.dp.clip_norm:
         raise ConfigError(
-            "dp.clip-norm: expected 0, found per-example gradients, which memory planning does not support; plan "
-            "without them"
+            "dp.clip-norm: expected 0, found per-example gradients; memory planning does not support them, so plan "
+            "without dp.*"
         )
     if config.train.compile:
         raise ConfigError(

@@ -27,7 +27,7 @@ _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
-    parser.add_argument("shell", choices=("bash", "zsh"), help="the shell to complete in")
+    parser.add_argument("shell", choices=("bash", "zsh"), help="the shell that gets the completions")
     parser.set_defaults(run=run)
 
 

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder",
         type=Path,
         nargs="?",
-        help="run.dir of the runs; default: runs, within --federation if given",
+        help="folder of the runs (run.dir); default: runs, in the --federation folder if given",
     )
     parser.add_argument(
         "--federation", type=Path, metavar="FOLDER", help="the folder made by fedveil provision: shows its sites too"

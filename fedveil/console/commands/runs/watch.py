@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     parser.add_argument("run_", metavar="RUN", help="a run folder, or the number that flwr run printed")
     parser.add_argument(
-        "--federation", type=Path, metavar="FOLDER", help="the folder made by fedveil provision, to ask Flower too"
+        "--federation", type=Path, metavar="FOLDER", help="the folder made by fedveil provision; asks Flower too"
     )
     parser.add_argument(
         "--flower-home", type=Path, metavar="FOLDER", help="alternatively, the FLWR_HOME with config.toml"
