@@ -197,7 +197,7 @@ def read_seal_header(path: Path) -> SealHeader:
 
 
 def make_key(path: Path) -> FileSeal:
-    """Makes a key file that only its owner can read. Raises ConfigError where there is a file already."""
+    """Make a key file that only its owner can read. Raises ConfigError where there is a file already."""
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(os.urandom(KEY_BYTES))

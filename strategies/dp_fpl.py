@@ -26,7 +26,7 @@ With J = dT/dP, C = clip_texts and z^-2 = z_L^-2 + z_G^-2:
     D_G = J^T (sum_i clip_C(d_i x_i^T) + N(0, (z C)^2)) / B;  D_u = D_G v^T,  D_v = u^T D_G,  D_L by Eq. 4
 
 A client shares: the noisy gradient of a shared prompt, or the prompt's noisy change. A client keeps: a private
-prompt; single examples are hidden up to an epsilon.
+prompt; an epsilon bounds what single examples reveal.
 
 The client learns: p_G of every round it takes part in. The server learns: each client's noisy D_G, or with
 `exchange = "epoch"` its noisy change of p_G; and its number of examples. In the modes paper and code the server

@@ -44,7 +44,7 @@ def create_simulation(*args: Any, **kwargs: Any) -> Any:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     parser.add_argument("preset", nargs="?", help='"<paper>/<table>"')
     parser.add_argument("--list", action="store_true", help="list the presets")
     parser.add_argument(

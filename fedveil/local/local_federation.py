@@ -70,7 +70,7 @@ class LocalFederation:
         device: str = "cpu",
         tap: MessageCapture | None = None,
     ) -> LocalFederation:
-        """Loads the base model and every site's rows; no round has run.
+        """Load the base model and every site's rows; no round has run.
 
         Args:
             config: the run config, as for `fedveil submit`: a TOML file, or {"method.name": "fedrand", "run.rounds":

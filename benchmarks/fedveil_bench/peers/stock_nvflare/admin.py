@@ -21,7 +21,7 @@ def ready(session: Session, sites: str) -> None:
 
 
 def run(session: Session, folder: str) -> None:
-    """Prints the job's id and how it ended, "FINISHED:COMPLETED" where all went well."""
+    """Print the job's id and how it ended, "FINISHED:COMPLETED" where all went well."""
     job = session.submit_job(folder)
     while not (status := session.get_job_status(job)).startswith("FINISHED"):
         time.sleep(_EVERY)

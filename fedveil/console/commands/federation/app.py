@@ -20,7 +20,7 @@ from fedveil.guard import run_signature
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     digest_parser = actions.add_parser("digest", help="print the SHA-256 of the bundle that `flwr run` would send")
     digest_parser.set_defaults(run=_digest)

@@ -21,7 +21,7 @@ from fedveil.console.provisioning.offline_bundle import OfflineBundle
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     make = actions.add_parser("make", help="collect wheels and images in a new folder; needs network access")
     make.add_argument("--source", type=Path, metavar="FOLDER", help="a checkout; default: this installation")

@@ -30,7 +30,7 @@ _SEEN = "/roster/roster.json"  # read by the process that runs apps, in the comp
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     listed = actions.add_parser("list", help="list sites with state and last day; exit code 1 if a day is near or past")
     listed.set_defaults(run=_list)

@@ -28,7 +28,7 @@ from fedveil.records.atomic_files import write_atomic
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     add = actions.add_parser("add", help="add an operator and write the token to a file, its only copy")
     add.add_argument("--role", required=True, choices=sorted(ROLES), help="permissions of the operator")

@@ -37,7 +37,7 @@ _CA_LASTS = 3  # times the validity of the server's certificate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     parser.add_argument("file", type=Path, help="federation.toml")
     parser.add_argument("--out", type=Path, help="folder to create; default: the federation's name, next to the file")
     parser.set_defaults(run=run)

@@ -19,7 +19,7 @@ from fedveil.console.provisioning.server_certificate import issue_certificate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     start = actions.add_parser("start", help="start SuperLink and SuperExec; Ctrl-C stops both")
     start.add_argument("folder", type=Path, help="the folder made by fedveil provision")

@@ -26,13 +26,13 @@ _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     parser.add_argument("shell", choices=("bash", "zsh"), help="the shell that gets the completions")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the script."""
+    """Print the script."""
     print((_ZSH if args.shell == "zsh" else "") + completion_script(completion_words()))
     return 0
 

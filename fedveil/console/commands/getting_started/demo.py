@@ -74,7 +74,7 @@ class DemoRun:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     parser.add_argument("--methods", default=METHODS, metavar="NAMES", help=f"default: {METHODS}")
     parser.add_argument(
         "--rounds", type=_positive, default=ROUNDS, metavar="N", help=f"rounds per method; default: {ROUNDS}"

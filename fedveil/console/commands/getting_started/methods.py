@@ -40,7 +40,7 @@ _COMPARED = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     parser.add_argument("name", nargs="?", help="a method's name")
     parser.add_argument(
         "--table", action="store_true", help="compare all methods: what is shared and stays, guarantee, bytes, figures"
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the list or one method."""
+    """Print the list or one method."""
     console = Console(highlight=False)
     if args.table:
         columns = _installed_columns()

@@ -29,7 +29,7 @@ from fedveil.sanitize import sanitize
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     parser.add_argument("folder", type=Path, metavar="RUN", help="a run folder: <run.dir>/<run.name>")
     parser.add_argument(
         "--data",

@@ -21,7 +21,7 @@ from fedveil.sanitize import sanitize
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     make = actions.add_parser("make", help="rewrite the card with audit results and the facts you declare")
     make.add_argument("folder", type=Path, metavar="RUN", help="a run folder: <run.dir>/<run.name>")

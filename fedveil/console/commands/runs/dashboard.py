@@ -14,7 +14,7 @@ from fedveil.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     parser.add_argument(
         "folder", type=Path, nargs="?", help="run.dir of the runs; default: runs, within each --federation if given"
     )

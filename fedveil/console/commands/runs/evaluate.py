@@ -20,7 +20,7 @@ from fedveil.sanitize import sanitize
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     parser.add_argument("folder", type=Path, metavar="RUN", help="a run folder: <run.dir>/<run.name>")
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help="the examples: a folder or a file")
     parser.add_argument("--split", default="test", help="split of the folder (default: test)")
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the scores."""
+    """Print the scores."""
     config_of(args.folder)  # before importing torch, so that a missing run is reported at once
     from fedveil.console.runs import final_model
 

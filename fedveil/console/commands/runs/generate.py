@@ -18,7 +18,7 @@ _CHARACTERS = 20_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     parser.add_argument("folder", type=Path, metavar="RUN", help="a run folder: <run.dir>/<run.name>")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="prompt to answer; repeatable")
     parser.add_argument(

@@ -38,7 +38,7 @@ _HASH = 12  # characters of a hash that are shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     verify = actions.add_parser("verify", help="find lines that were changed, dropped, moved or cut off at the front")
     verify.add_argument(

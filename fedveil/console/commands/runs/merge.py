@@ -18,7 +18,7 @@ from fedveil.records import atomic_files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     parser.add_argument("folder", type=Path, metavar="RUN", help="a run folder: <run.dir>/<run.name>")
     parser.add_argument("out", type=Path, metavar="OUT", help="a new or empty folder")
     parser.add_argument(

@@ -13,7 +13,7 @@ from fedveil.console.runs.run_reader import load_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder: <run.dir>/<run.name>")
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="default: report.html")
     parser.add_argument(
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the report."""
+    """Write the report."""
     runs = [load_run(folder) for folder in args.runs]  # before importing torch: a missing run is reported at once
     from fedveil.console.web.report import run_page
 

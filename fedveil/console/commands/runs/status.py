@@ -26,7 +26,7 @@ _SILENT_SECONDS = 1800.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     parser.add_argument(
         "folder",
         type=Path,

@@ -23,7 +23,7 @@ from fedveil.errors import ConfigError, StateError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     parser.add_argument(
         "app", type=Path, nargs="?", default=None, help="folder of the app; default: this installation's own"
     )

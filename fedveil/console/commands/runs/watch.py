@@ -25,7 +25,7 @@ from fedveil.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     parser.add_argument("run_", metavar="RUN", help="a run folder, or the number that flwr run printed")
     parser.add_argument(
         "--federation", type=Path, metavar="FOLDER", help="the folder made by fedveil provision; asks Flower too"

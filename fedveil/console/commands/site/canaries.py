@@ -32,7 +32,7 @@ from fedveil.sanitize import sanitize
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     parser.add_argument("data", type=Path, metavar="DATA", help="the site's examples: a folder or a file")
     parser.add_argument("out", type=Path, metavar="OUT", help="a new or empty folder")
     parser.add_argument("--target-column", default="ref", metavar="NAME", help="as task.target-column (default: ref)")

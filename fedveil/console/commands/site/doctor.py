@@ -27,7 +27,7 @@ from fedveil.sanitize import sanitize
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     parser.add_argument("--kit", type=Path, metavar="FOLDER", help="at a site: the unpacked start-up kit")
     parser.add_argument(
         "--keys", type=Path, metavar="FOLDER", help="with --kit: folder of the keys; default: keys in the kit"

@@ -48,7 +48,7 @@ from fedveil.training.held_out import RECEIVED_LOSS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     parser.add_argument(
         "--set",
         action="append",

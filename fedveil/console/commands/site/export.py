@@ -33,7 +33,7 @@ _ID, _ID_BYTES = re.compile(r"[0-9a-f]{4,32}"), 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     parser.add_argument(
         "folder", type=Path, metavar="RUN", help="the run folder, or a copy of the three parts that this needs"
     )

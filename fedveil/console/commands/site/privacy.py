@@ -36,7 +36,7 @@ _OF_THE_METHOD = ("sampling", "exchange", "noise_local", "noise_global")  # opti
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     plan = parser.add_subparsers(metavar="ACTION", required=True).add_parser(
         "plan", help="convert a target epsilon to noise multipliers, or the reverse"
     )
@@ -119,7 +119,7 @@ class _PlannedRun:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan."""
+    """Print the plan."""
     planned = _planned_run(args)
     if args.epsilon is not None:
         check_epsilon(args.epsilon)

@@ -34,7 +34,7 @@ from fedveil.sanitize import sanitize
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     _starting(actions)
     init = actions.add_parser("init", help="make this site's keys and the registration request for the operator")
