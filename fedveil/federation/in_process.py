@@ -53,6 +53,7 @@ class InProcessFederation:
         server: the server's state.
         last_cohort: sites of the last round.
         cohort: sites of the current round.
+        silent: sites whose uploads do not arrive, so that a secure sum is unmasked without them.
         participated: sites whose upload the server has accepted.
         upload_bytes, download_bytes: bytes of all messages of the run so far.
         reports: the last report of each site.
@@ -74,6 +75,7 @@ class InProcessFederation:
     server: FederatedState
     last_cohort: list[str] = field(default_factory=list)
     cohort: list[str] = field(default_factory=list)
+    silent: set[str] = field(default_factory=set)
     participated: set[str] = field(default_factory=set)
     upload_bytes: int = 0
     download_bytes: int = 0
@@ -136,11 +138,11 @@ class InProcessFederation:
             if isinstance(sums, MultiKrumAggregator):
                 self.left_out = sorted(set(chosen) - set(sums.chosen))
         self.private.commit()  # only together with the server's state
-        self.participated |= set(chosen)
+        self.participated |= set(chosen) - self.silent
         self.last_cohort = chosen
 
     def _uploads(self, round_: int, chosen: list[str]) -> Iterator[AcceptedUpload]:
-        for site in chosen:
+        for site in [site for site in chosen if site not in self.silent]:
             up = self._turn(round_, site, self.exchange.participate)
             message = self.exchange.receive(up, round_, site=site)
             self.reports[site], self.num_examples[site] = message.report, message.num_examples
@@ -152,7 +154,7 @@ class InProcessFederation:
         entries = entry_plan.plan_entries(self.exchange, self.config.secure, chosen, server_ctx)
         attempt, clear = unseen.begin(round_, 0, chosen, entries), dict[str, Mapping[str, str]]()
         summed = MaskedUploadCodec.from_exchange(self.exchange, round_, attempt.plan.bits, self._claim)
-        for site in chosen:
+        for site in [site for site in chosen if site not in self.silent]:
             terms = unseen.terms(attempt.plan, attempt.table, self.exchange.method.plans_entries)
             masked = summed.of_site(unseen.sites[site], attempt.plan, terms)
             up = self._turn(round_, site, masked, entries)

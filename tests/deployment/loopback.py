@@ -32,12 +32,19 @@ def over_grpc(federation: LocalDeployment, at: Path, overrides: Mapping[str, Any
 
 def in_process(flat: Mapping[str, Any], data: Path, sites: int) -> inprocess.InProcessFederation:
     """The same run in this process, ended."""
+    run = build_in_process(flat, data, sites)
+    run.run()
+    return run
+
+
+def build_in_process(flat: Mapping[str, Any], data: Path, sites: int) -> inprocess.InProcessFederation:
+    """The same run in this process, before its first round."""
     config = parse(dict(flat))
     method = strategies.create_method(config.method.name, config.method.params)
     task = tasks.load_task(config, method.adapter, "cpu")
     rows = {f"site-{i}": task.encode(task.examples(data, "train", DatasetShard(i, sites))) for i in range(sites)}
     weights = RunPlan.from_config(config, "in process").initial_weights()
-    run = inprocess.InProcessFederation(
+    return inprocess.InProcessFederation(
         MessageExchange(method, config.method.name, task.spec),
         config,
         lambda site, ctx: task.trainer(rows[site], ctx.rng("batches")),
@@ -45,8 +52,6 @@ def in_process(flat: Mapping[str, Any], data: Path, sites: int) -> inprocess.InP
         method.init(task.spec, weights, rng.initial_stream(config.run.seed, "method init")),
         max_share=config.cohort.max_weight_fraction,
     )
-    run.run()
-    return run
 
 
 def check_same(at: Path, reference: inprocess.InProcessFederation, rounds: int) -> None:
