@@ -145,7 +145,7 @@ def _parse(path: Path) -> DataMark:
         raise ValueError("brackets nested too deeply to read") from None
     if content["fedveil-data-set"] not in (1, _VERSION) or not re.fullmatch(r"[0-9a-f]{32}", content["id"]):
         raise ValueError("another version or id")
-    name, versions = "", []
+    name, versions = "", list[Any]()
     if path.name != ID_FILE:
         name, versions = content["file"], content["versions"]
         if Path(name).name != name or mark_path(path.with_name(name)) != path:

@@ -168,10 +168,12 @@ def build(at: Path, entries: list[tuple[str, int, str, int]]) -> list[Path]:
             path.write_text(f"row {number}")
         elif kind == "link":
             path.symlink_to(source)
-        elif source.is_file():
-            (os.link if kind == "hard link" else shutil.copyfile)(source.resolve(), path)
-        else:
+        elif not source.is_file():
             continue
+        elif kind == "copy":
+            shutil.copyfile(source, path)
+        else:
+            path.hardlink_to(source.resolve())
         paths.append(path)
     return paths
 
