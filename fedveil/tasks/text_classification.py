@@ -71,6 +71,7 @@ def _metrics(task: TaskConfig) -> Metrics:
 
 
 INFO = TaskInfo(
+    is_file_alone=True,
     mounts=("layers",),
     columns=lambda task: (*SourceTemplate.from_task(task).columns, task.target_column),
     texts=lambda task: SourceTemplate.from_task(task).columns,
