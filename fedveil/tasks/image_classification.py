@@ -2,8 +2,8 @@
 
 | `task.model` | initial weights | classes | images |
 |---|---|---|---|
-| a folder or Hub id with weights | those | the model's own | by its preprocessor_config.json; a folder without: as
-  below |
+| a folder or Hub id with weights | those; a new head for other classes, see `classification_head` |
+  task.class-names, or the model's own | by its preprocessor_config.json; a folder without: as below |
 | a folder with config.json, without weights | random | task.num-classes | as the one above |
 | "tiny" | random | task.num-classes | 32 x 32, with values from -1 to 1 |
 
@@ -37,10 +37,10 @@ from fedveil.contract.param_spec import Weights
 from fedveil.contract.task import DatasetShard, Example, ExamplePrediction, Examples, Task, TaskInfo, class_metrics
 from fedveil.data import images
 from fedveil.data.batches import LabelledBatch
-from fedveil.data.class_names import ClassNumbering, format_class_names
+from fedveil.data.class_names import ClassNumbering
 from fedveil.data.image_decoding import decode_image, image_conversions
 from fedveil.errors import ConfigError, TaskError
-from fedveil.models import library_logging, loading
+from fedveil.models import image_classifier, library_logging, loading
 from fedveil.models.loaded_model import LoadedModel
 from fedveil.training.adapter_task import AdaptedTask, check_task_config
 from fedveil.training.scored_examples import draw_scored
@@ -141,14 +141,9 @@ class ImageClassification(AdaptedTask):
 
     @override
     def _load(self) -> LoadedModel:
-        """Load the base. Raises TaskError if it distinguishes other classes than task.class-names."""
-        loaded = loading.load_classifier(self.config, self.adapter, self.device, TINY_VIT)
-        model_config, given = loaded.model.config, self.config.task.class_list
-        self._model_names = _names_of(model_config)
-        if given:
-            _check_names(given, self._model_names, model_config.num_labels)
-            model_config.id2label = dict(enumerate(given))
-            model_config.label2id = {name: i for i, name in enumerate(given)}
+        """Load the base, whose classes are those of task.class-names if the run config has any."""
+        loaded = image_classifier.load_image_classifier(self.config, self.adapter, self.device, TINY_VIT)
+        self._model_names = _names_of(loaded.model.config)
         return loaded
 
     @property
@@ -295,17 +290,3 @@ def _names_of(model_config: Any) -> tuple[str, ...]:
     names = tuple(str(name) for _, name in sorted(model_config.id2label.items()))
     is_plain = all(name == f"LABEL_{i}" for i, name in enumerate(names))
     return () if is_plain or len(set(names)) < len(names) else names
-
-
-def _check_names(given: Sequence[str], own: Sequence[str], classes: int) -> None:
-    """Raise TaskError if task.class-names cannot be the names of a model with these names and number of classes."""
-    if len(given) != classes:
-        raise TaskError(
-            f"task.class-names: expected {classes} names, as many as the model distinguishes, found {len(given)}; "
-            "correct them, or use a model with as many classes"
-        )
-    if set(given) == set(own) and list(given) != list(own):
-        raise TaskError(
-            "task.class-names: expected the class names in the model's own order, found a different order; set "
-            f"{format_class_names(own)}"
-        )

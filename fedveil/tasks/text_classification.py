@@ -21,6 +21,7 @@ Loss: the mean cross entropy over texts, or for several labels the mean binary c
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -53,7 +54,7 @@ from fedveil.data.class_names import ClassNumbering, has_integers
 from fedveil.data.row_values import describe_value
 from fedveil.data.source_template import SourceTemplate
 from fedveil.errors import ConfigError, TaskError
-from fedveil.models import bundled, loading, sequence_classifier
+from fedveil.models import base_files, bundled, loading, sequence_classifier
 from fedveil.models.library_logging import quiet_libraries
 from fedveil.models.loaded_model import LoadedModel
 from fedveil.training import class_scores
@@ -241,11 +242,17 @@ class TextClassification(AdaptedTask):
             shortened = self.base.tokenizer(
                 list(texts), truncation=True, max_length=limit, return_token_type_ids=self._has_types
             )
+        base_files.check_tokens(self.config.task.model, map(max, filter(None, shortened["input_ids"])), self._rows)
         types = shortened["token_type_ids"] if self._has_types else [[] for _ in texts]
         return [
             (list(ids), list(kinds), len(whole))
             for whole, ids, kinds in zip(self._whole(texts), shortened["input_ids"], types, strict=True)
         ]
+
+    @cached_property
+    def _rows(self) -> int:
+        """Return the number of tokens that the base knows."""
+        return base_files.embedding_rows(self.base.model) or sys.maxsize
 
     @cached_property
     def _has_types(self) -> bool:
@@ -292,6 +299,11 @@ class TextClassification(AdaptedTask):
             f'"{task.target_column}", found {describe_value(value)} in {example.where}; correct or drop the row, or '
             "set task.class-names"
         )
+
+    @override
+    def _probe_rows(self) -> Rows:
+        label = tuple(0.0 for _ in self.names) if self.config.task.multi_label else 0
+        return [LabelledText([1, 2, 3], label, [0, 0, 0] if self._has_types else [])] * 2
 
     @override
     def collate(self, rows: Sequence[LabelledText]) -> LabelledTextBatch:
