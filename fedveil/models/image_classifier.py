@@ -52,7 +52,7 @@ def load_image_classifier(
                 model, heads = _load(config, adapter, device, where, is_local)
             else:
                 if classes := config.task.class_list:
-                    classification_head.name_classes(bare, classes, False)
+                    classification_head.name_classes(bare, classes, config.task.multi_label)
                 model = from_scratch.draw_model(bare, rng.initial_stream(config.run.seed, "base model"))
         except (TaskError, ConfigError):
             raise
@@ -83,7 +83,7 @@ def _load(
     base = AutoConfig.from_pretrained(where, **arguments)
     is_kept = not classes or classification_head.has_head(base, "ForImageClassification", classes, name)
     if classes:
-        classification_head.name_classes(base, classes, False)
+        classification_head.name_classes(base, classes, config.task.multi_label)
     if not is_kept:
         if "quantization_config" in precision:
             with torch.device("meta"):

@@ -74,6 +74,10 @@ def check_task_config(config: RunConfig, adapter: Adapter, info: TaskInfo) -> No
             f'task.empty-texts: expected "refuse" with the task "{config.task.name}", found '
             f'"{config.task.empty_texts}"; leave it out'
         )
+    if config.task.multi_label and not info.labels:
+        raise ConfigError(
+            f'task.multi-label: expected false with the task "{config.task.name}", found true; leave it out'
+        )
     _check_source(config.task, info)
     training_modes.check_compile(config)
     where, is_folder = loading.find_model(config.task.model, info.tiny())
