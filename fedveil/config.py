@@ -263,7 +263,9 @@ class TaskConfig(ConfigSection):
         description='classification: names of all classes, by number, separated by commas, or as a list ["a, b", "c"] '
         "for names with commas; needed where labels are names; empty = labels are integers, or names of the model",
     )
-    multi_label: bool = Field(False, description="text-classification: a text has any number of classes, also none")
+    multi_label: bool = Field(
+        False, description="classification of texts and images: an example has any number of classes, also none"
+    )
     label_separator: str = Field(
         "|", min_length=1, max_length=8, description="text-classification: between the classes of a text, if several"
     )

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from fedveil.config import parse_toml
 from fedveil.errors import ConfigError
 from fedveil.plugins import PluginPackage
-from fedveil.sanitize import sanitize
+from fedveil.sanitize import sanitize, suggest_name
 
 if TYPE_CHECKING:  # it imports torch, which is not needed to list names
     from fedveil.contract.method import Method
@@ -82,7 +82,8 @@ def _adapter(cls: type[Method], given: dict[str, Any]) -> Any:
     kind = given.get("kind", choice[0].kind if default is dataclasses.MISSING else default().kind)
     if not isinstance(kind, str) or kind not in kinds:
         raise ConfigError(
-            f"method.params: {_ADAPTER}.kind: expected one of {sorted(kinds)}, found {sanitize(kind, 80)!r}; choose one"
+            f"method.params: {_ADAPTER}.kind: expected one of {sorted(kinds)}, found {sanitize(kind, 80)!r}; "
+            f"{suggest_name(str(kind), kinds)}choose one"
         )
     return _parsed(kinds[kind], f"the adapter {kind}", given, _ADAPTER)
 
@@ -97,5 +98,9 @@ def _parsed(cls: Any, name: str, fields: Any, *within: str) -> Any:
         path = ".".join(map(str, (*within, *first["loc"])))
         if first["type"] == "unexpected_keyword_argument":
             known = [f.name for f in dataclasses.fields(cls)]
-            raise ConfigError(f"method.params: {path}: unknown field of {name}; expected one of {known}") from None
+            near = suggest_name(path.rpartition(".")[2], known).strip()
+            raise ConfigError(
+                f"method.params: {sanitize(path, 80)}: unknown field of {name}; expected one of {known}"
+                f"{f'; {near}' if near else ''}"
+            ) from None
         raise ConfigError(f"method.params: {path}: {first['msg']}, found {first['input']!r}") from None

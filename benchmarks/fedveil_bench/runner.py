@@ -17,6 +17,7 @@ A runner is a module below this folder with `run(preset, options) -> Outcome`. A
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import time
 import tomllib
@@ -91,8 +92,11 @@ def read_preset(name: str, form: Form) -> dict[str, Any]:
     Raises:
         ConfigError: no such preset, or it has no such form.
     """
-    if name not in list_presets():
-        raise ConfigError(f'preset: expected one of {list_presets()}, found "{name}"')
+    if name not in (known_names := list_presets()):
+        whole = {each.rpartition("/")[2]: each for each in known_names} | {each: each for each in known_names}
+        near = difflib.get_close_matches(name, whole, 1)
+        said = f"; did you mean {whole[near[0]]}?" if near else ""
+        raise ConfigError(f'preset: expected one of {known_names}, found "{name}"{said}')
     preset = _parsed(name)
     if form not in (known := _forms(preset)):
         raise ConfigError(

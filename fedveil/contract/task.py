@@ -205,6 +205,7 @@ class TaskInfo:
         texts: the columns whose numbers are texts for its model, so that they stay as they are written in the file.
         is_file_alone: whether it reads nothing else where the data is a file, such as pictures that the rows name. The
             privacy ledger then marks that file, and otherwise its folder.
+        labels: whether an example may have any number of classes (task.multi-label).
         divisible: whether several processes, each with part of a batch, speed up its training.
         metrics: every score of its `evaluate` by name, under that section of the run config; always includes
             the loss.
@@ -219,6 +220,7 @@ class TaskInfo:
     templates: bool = False
     texts: Callable[[TaskConfig], tuple[str, ...]] = lambda _: ()
     is_file_alone: bool = False
+    labels: bool = False
     divisible: bool = True
     metrics: Callable[[TaskConfig], Metrics] = loss_metric
 

@@ -45,10 +45,10 @@ class ExampleBatch(Protocol):
 
 @dataclass(frozen=True)
 class LabelledBatch:
-    """A batch of images, or of their features, with their classes."""
+    """A batch of images, or of their features, with their classes (int64), or 1.0 or 0.0 for each class."""
 
     inputs: Float[Tensor, "rows ..."]
-    labels: Int[Tensor, " rows"]
+    labels: Tensor
 
     @property
     def terms(self) -> int:

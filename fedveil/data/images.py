@@ -113,8 +113,8 @@ def declared_names(data: Path, split: str, task: TaskConfig) -> tuple[str, ...]:
 
 
 def _names_of(feature: object) -> tuple[str, ...]:
-    """Return the names of a column of type ClassLabel; () for another one."""
-    return tuple(getattr(feature, "names", None) or ())
+    """Return the names of a column of type ClassLabel, or of lists of it; () for another one."""
+    return tuple(getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None) or ())
 
 
 def is_by_class(data: Path, split: str) -> bool:

@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import operator
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -43,8 +43,9 @@ class MarkedTokens:
 class TextTokenizer:
     """A tokenizer that adds no special tokens. It tokenizes many texts at a time, in the tokenizer's own threads."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, check: Callable[[Sequence[int]], None] = lambda ids: None) -> None:
+        """Take the tokenizer, and a function that raises for tokens of a text that the base cannot read."""
+        self._tokenizer, self._check = tokenizer, check
         self._added = frozenset(tokenizer.added_tokens_decoder)
 
     @property
@@ -56,6 +57,12 @@ class TextTokenizer:
 
     def tokenize(self, texts: Sequence[MarkedText]) -> list[MarkedTokens]:
         """Return the tokens of each text, as the tokenizer's `encode` returns them, with the places of its marks."""
+        tokenized = self._tokenize(texts)
+        for each in tokenized:
+            self._check(each.ids)
+        return tokenized
+
+    def _tokenize(self, texts: Sequence[MarkedText]) -> list[MarkedTokens]:
         if not self._tokenizer.is_fast:
             return [self._without_offsets(text) for text in texts]
         self._tokenizer.encode("", add_special_tokens=False)  # disables truncation and padding, as for a single text

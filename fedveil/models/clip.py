@@ -25,7 +25,7 @@ from fedveil.adapters.prompt import PromptAdapter
 from fedveil.config import RunConfig
 from fedveil.contract.adapter import Adapter
 from fedveil.errors import StateError, TaskError
-from fedveil.models import loading
+from fedveil.models import base_files, loading
 from fedveil.models.library_logging import quiet_libraries
 from fedveil.models.loaded_model import LoadedModel
 
@@ -53,6 +53,7 @@ def load_clip(config: RunConfig, adapter: Adapter, device: torch.device, tiny_fo
         raise TaskError(
             f'task.model: expected a tokenizer with a start token, found none in "{name}"; set its bos_token'
         )
+    base_files.check_loaded_base(name, model, processor.tokenizer)
     model = model.to(device).eval()
     context: int = model.config.text_config.max_position_embeddings
     return LoadedModel(model, processor.tokenizer, adapter.attach(model), context, processor)

@@ -5,26 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fedveil import rng
 from fedveil.config import RunConfig
 from fedveil.contract.adapter import Adapter
 from fedveil.errors import ConfigError, TaskError
-from fedveil.models import bundled, from_scratch
+from fedveil.models import base_files, bundled
 from fedveil.models import param_locations as layers
 from fedveil.models.library_logging import first_line, quiet_libraries
 from fedveil.models.loaded_model import LoadedModel
 from fedveil.sanitize import sanitize
 
 __all__ = [
+    "check_whole",
     "find_model",
     "load_causal",
-    "load_classifier",
     "load_model",
     "load_seeing",
     "load_without_weights",
@@ -32,7 +30,7 @@ __all__ = [
 ]
 
 NEXT = 'give "tiny", a folder made with save_pretrained, or a Hub ID that this machine can reach or has cached'
-PREPROCESSOR, GENERATION = "preprocessor_config.json", "generation_config.json"
+GENERATION = "generation_config.json"
 SHORTEST = 8  # tokens, the least that task.max-tokens may be
 _CONFIG_BYTES = 1 << 20
 
@@ -50,6 +48,7 @@ def find_model(name: str, tiny_folder: Path | None) -> tuple[str, bool]:
         return str(tiny_folder or name), True
     folder = Path(name).expanduser()
     if folder.is_dir():
+        base_files.refuse_adapter(name, folder)
         if not (folder / "config.json").is_file():
             raise TaskError(
                 f'task.model: expected a model folder with config.json, found none in "{name}" '
@@ -111,6 +110,8 @@ def load_causal(config: RunConfig, adapter: Adapter, device: torch.device, tiny_
         kind = "a causal language model with its tokenizer"
         where = find_model(config.task.model, tiny_folder)
         model, tokenizer = load_model(config, adapter, device, where, AutoModelForCausalLM, AutoTokenizer, kind)
+        base_files.check_causal(config.task.model, model)
+        base_files.check_loaded_base(config.task.model, model, tokenizer, adapter.trains_base)
         ends = _end_tokens(config.task.model, where, tokenizer)
         trained = adapter.attach(model)
     base = LoadedModel(prepare_model(model, config, device), tokenizer, trained, _context(model, config, adapter))
@@ -147,6 +148,7 @@ def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device, tiny_
                 f"task.model: expected a model made of vision tower and language model, found {type(model).__name__} "
                 f'in "{name}"; {NEXT}'
             )
+        base_files.check_loaded_base(name, model, processor.tokenizer, adapter.trains_base)
         ends = _end_tokens(name, where, processor.tokenizer)
         model.requires_grad_(False)
         trained = adapter.attach(language.requires_grad_(True))
@@ -181,62 +183,6 @@ def load_without_weights(
     image_token = getattr(model.config, "image_token_id", None)
     context = _context(model, config, adapter)
     return LoadedModel(model, tokenizer, {}, context, processor, end_tokens=ends, image_token=image_token)
-
-
-def load_classifier(
-    config: RunConfig, adapter: Adapter, device: torch.device, tiny_vit: Mapping[str, int]
-) -> LoadedModel:
-    """Load the image classification model `config.task.model` with `adapter` attached, on `device`.
-
-    "tiny", a ViT with the sizes `tiny_vit`, and under task.from-scratch a folder with config.json but no weights, start
-    from scratch with task.num-classes classes: under an adapter the frozen weights are drawn from a public stream of
-    run.seed, so that all sites have the same.
-
-    Raises:
-        TaskError: a model of a different kind, an incomplete one, or one that cannot start from scratch.
-        ConfigError: the adapter fits no layer of it, or a quantized base without weights.
-    """
-    name, draw = config.task.model, None
-    with quiet_libraries():
-        from transformers import AutoImageProcessor, AutoModelForImageClassification
-
-        where, is_local = find_model(name, None)
-        try:
-            bare = from_scratch.model_config_of(where, is_local, config, tiny_vit)
-            processor = None
-            if not is_local or (where != "tiny" and (Path(where) / PREPROCESSOR).is_file()):
-                processor = AutoImageProcessor.from_pretrained(where, **library_arguments(is_local))
-            if bare is None:
-                model, info = AutoModelForImageClassification.from_pretrained(
-                    where,
-                    **library_arguments(is_local),
-                    output_loading_info=True,
-                    **precision_arguments(config, adapter, device),
-                )
-                _check_whole(name, info)
-            else:
-                model = from_scratch.draw_model(bare, rng.initial_stream(config.run.seed, "base model"))
-        except (TaskError, ConfigError):
-            raise
-        except Exception as error:  # as in `load_model`
-            raise TaskError(
-                f'task.model: cannot load "{name}" as an image classification model ({first_line(error)}); {NEXT}'
-            ) from None
-        if bare is not None:
-            if config.train.quantized_base != "none":
-                raise ConfigError(
-                    f'train.quantized-base: expected "none" with a model without weights, found '
-                    f'"{config.train.quantized_base}"; set it to "none"'
-                )
-            if any(at.endswith("running_mean") for at, _ in model.named_buffers()):
-                raise TaskError(
-                    "task.model: expected a model without batch normalization to start from scratch, found "
-                    f'{type(model).__name__} in "{name}"; use one with weights, or a ViT'
-                )
-            model = model.to(precision_arguments(config, adapter, device)["dtype"])
-            draw = partial(from_scratch.draw_tensors, bare)
-        trained = adapter.attach(model)
-    return LoadedModel(prepare_model(model, config, device), None, trained, None, processor, draw=draw)
 
 
 def library_arguments(is_local: bool) -> dict[str, bool]:
@@ -274,7 +220,7 @@ def load_model(
         )
     except Exception as error:  # the library raises OSError, ValueError, KeyError, SafetensorError, ...
         raise TaskError(f'task.model: cannot load "{name}" as {kind} ({first_line(error)}); {NEXT}') from None
-    _check_whole(name, info)
+    check_whole(name, info)
     if getattr(processor, "tokenizer", processor).eos_token_id is None:
         raise TaskError(
             f'task.model: expected a tokenizer with an end token, found none in "{name}"; set its eos_token'
@@ -360,7 +306,7 @@ def precision_arguments(config: RunConfig, adapter: Adapter, device: torch.devic
     return {"dtype": dtype, "quantization_config": quantisation, "device_map": {"": str(device)}}
 
 
-def _check_whole(name: str, info: Mapping[str, Any]) -> None:
+def check_whole(name: str, info: Mapping[str, Any]) -> None:
     """Refuse missing tensors, which the library would fill with random values after a mere warning."""
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:

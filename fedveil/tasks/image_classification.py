@@ -2,8 +2,8 @@
 
 | `task.model` | initial weights | classes | images |
 |---|---|---|---|
-| a folder or Hub id with weights | those | the model's own | by its preprocessor_config.json; a folder without: as
-  below |
+| a folder or Hub id with weights | those; a new head for other classes, see `classification_head` |
+  task.class-names, or the model's own | by its preprocessor_config.json; a folder without: as below |
 | a folder with config.json, without weights | random | task.num-classes | as the one above |
 | "tiny" | random | task.num-classes | 32 x 32, with values from -1 to 1 |
 
@@ -14,7 +14,8 @@ Data are a table file (Parquet, JSON Lines), or an image folder `<split>/<class>
 preprocessor_config.json an image is resized to the model's image_size (224 if it has none), bilinear with
 antialiasing and without rounding, so that the pixels are a linear function of the original's.
 
-The class is in task.target-column: a name, or an integer counted from 0; `fedveil.data.class_names` says who numbers
+With task.multi-label the labels are in task.target-column as `fedveil.data.class_labels` says, such as "edema|mass".
+Else the class is there: a name, or an integer counted from 0; `fedveil.data.class_names` says who numbers
 the names. With task.class-names a model without weights has as many classes, and an exported model has these names.
 """
 
@@ -35,13 +36,14 @@ from fedveil.config import RunConfig, TaskConfig
 from fedveil.contract.adapter import Adapter
 from fedveil.contract.param_spec import Weights
 from fedveil.contract.task import DatasetShard, Example, ExamplePrediction, Examples, Task, TaskInfo, class_metrics
-from fedveil.data import images
+from fedveil.data import class_labels, images
 from fedveil.data.batches import LabelledBatch
-from fedveil.data.class_names import ClassNumbering, format_class_names
+from fedveil.data.class_names import ClassNumbering
 from fedveil.data.image_decoding import decode_image, image_conversions
 from fedveil.errors import ConfigError, TaskError
-from fedveil.models import library_logging, loading
+from fedveil.models import image_classifier, library_logging, loading
 from fedveil.models.loaded_model import LoadedModel
+from fedveil.training import class_scores
 from fedveil.training.adapter_task import AdaptedTask, check_task_config
 from fedveil.training.scored_examples import draw_scored
 
@@ -51,7 +53,8 @@ INFO = TaskInfo(
     mounts=("layers",),
     columns=lambda task: (task.image_column, task.target_column),
     tiny=lambda: None,
-    metrics=class_metrics,
+    metrics=lambda task: class_scores.metrics_of(task) if task.multi_label else class_metrics(task),
+    labels=True,
 )
 TINY_VIT = {  # the tiny base, defined in code
     "image_size": 32, "patch_size": 4, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -67,6 +70,8 @@ Pixels = Float[Tensor, "channels height width"]
 def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     """Create the task of `config`; the model is loaded on first use. Raises the same errors as text generation."""
     check_task_config(config, adapter, INFO)
+    if config.task.multi_label:
+        class_labels.require_class_names(config.task)
     names, number = len(config.task.class_list), config.task.num_classes
     if names and number not in (names, TaskConfig().num_classes):
         raise ConfigError(
@@ -77,10 +82,13 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
 
 @dataclass(frozen=True)
 class ImageExample:
-    """One image in the model's input format, and its class. `kept` returns its pixels if they need no decoding."""
+    """One image in the model's input format, and its class, or 1.0 or 0.0 for each class.
+
+    `kept` returns its pixels if they need no decoding.
+    """
 
     pixels: Callable[[], Pixels]
-    label: int
+    label: int | tuple[float, ...]
     kept: Callable[[], Pixels | None] = lambda: None
 
     @property
@@ -97,13 +105,13 @@ class ImageExamples(Sequence[ImageExample]):
 
     Args:
         examples: the examples with the images.
-        labels: their classes.
+        labels: their classes, or a row with 1.0 or 0.0 for each class.
         decoded: returns an example's decoded image.
     """
 
-    def __init__(self, examples: Examples, labels: Sequence[int], decoded: Callable[[Example], Pixels]) -> None:
+    def __init__(self, examples: Examples, labels: Sequence[Any], decoded: Callable[[Example], Pixels]) -> None:
         self._examples, self._decoded = examples, decoded
-        self._labels = np.array(labels, np.int64)
+        self._labels = np.array(labels, np.float32 if labels and isinstance(labels[0], tuple) else np.int64)
         self._room, self._kept = images.DecodeMemoryLimit(_KEPT_BYTES), dict[int, Pixels]()
 
     @override
@@ -119,7 +127,8 @@ class ImageExamples(Sequence[ImageExample]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         at = range(len(self))[index]
-        return ImageExample(lambda: self._pixels(at), int(self._labels[at]), lambda: self._kept.get(at))
+        label = int(self._labels[at]) if self._labels.ndim == 1 else tuple(self._labels[at].tolist())
+        return ImageExample(lambda: self._pixels(at), label, lambda: self._kept.get(at))
 
     def _pixels(self, at: int) -> Pixels:
         if (cached_pixels := self._kept.get(at)) is not None:
@@ -132,7 +141,10 @@ class ImageExamples(Sequence[ImageExample]):
 
 @final
 class ImageClassification(AdaptedTask):
-    """A model that classifies images. The loss is the mean cross entropy over images."""
+    """A model that classifies images.
+
+    The loss is the mean cross entropy over images, or with task.multi-label the mean binary cross entropy over labels.
+    """
 
     def __init__(self, config: RunConfig, adapter: Adapter, device: torch.device) -> None:
         super().__init__(config, adapter, device)
@@ -141,14 +153,9 @@ class ImageClassification(AdaptedTask):
 
     @override
     def _load(self) -> LoadedModel:
-        """Load the base. Raises TaskError if it distinguishes other classes than task.class-names."""
-        loaded = loading.load_classifier(self.config, self.adapter, self.device, TINY_VIT)
-        model_config, given = loaded.model.config, self.config.task.class_list
-        self._model_names = _names_of(model_config)
-        if given:
-            _check_names(given, self._model_names, model_config.num_labels)
-            model_config.id2label = dict(enumerate(given))
-            model_config.label2id = {name: i for i, name in enumerate(given)}
+        """Load the base, whose classes are those of task.class-names if the run config has any."""
+        loaded = image_classifier.load_image_classifier(self.config, self.adapter, self.device, TINY_VIT)
+        self._model_names = _names_of(loaded.model.config)
         return loaded
 
     @property
@@ -178,9 +185,13 @@ class ImageClassification(AdaptedTask):
         after its header, the batch raises it.
         """
         self._mode  # noqa: B018  # raises where the model does not take images
-        labels, conversions, column = [], [], self.config.task.image_column
+        labels: list[int | tuple[float, ...]] = []
+        conversions, task, column = [], self.config.task, self.config.task.image_column
         for example in examples:
-            labels.append(self._numbering.number(example))
+            if task.multi_label:
+                labels.append(class_labels.read_labels(example, self._numbering, task))
+            else:
+                labels.append(self._numbering.number(example))
             conversions.append(image_conversions(images.image_bytes(example, column), example.where))
         images.note_conversions(conversions)
         return ImageExamples(examples, labels, self._decoded)
@@ -207,7 +218,7 @@ class ImageClassification(AdaptedTask):
         """Return the loss of one image."""
         pixels, label = sample
         logits = self._logits_at(weights, {"pixel_values": pixels[None]}).float()
-        return torch.nn.functional.cross_entropy(logits, label[None])
+        return class_scores.loss_sum(logits, label[None])
 
     @override
     def loss_sum(self, batch: LabelledBatch) -> Tensor:
@@ -216,16 +227,20 @@ class ImageClassification(AdaptedTask):
         Raises:
             ConfigError: train.compile on a machine that does not support it.
         """
-        return torch.nn.functional.cross_entropy(self._logits(batch), batch.labels, reduction="sum")
+        return class_scores.loss_sum(self._logits(batch), batch.labels)
 
     @override
     def mean_loss(self, encoded: Sequence[ImageExample]) -> float:
         """Return the mean loss per image with the weights loaded last."""
+        if self.config.task.multi_label:
+            logits, labels = self._all(encoded)
+            return float(class_scores.loss_sum(logits, labels)) / len(encoded)
         return self._scores(encoded)["loss"]
 
     @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
-        """ "loss" and "accuracy" over evaluate.eval-examples examples; see `draw_scored`.
+        """ "loss" and "accuracy", or with task.multi-label all scores of `class_scores`, over evaluate.eval-examples
+        examples; see `draw_scored`.
 
         Raises:
             TaskError: no examples, errors as in `encode`, or weights that do not match the spec.
@@ -233,7 +248,17 @@ class ImageClassification(AdaptedTask):
         if not examples:
             raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
         self.show(weights)
-        return self._scores(self.encode(draw_scored(examples, self.config)))
+        encoded = self.encode(draw_scored(examples, self.config))
+        if not self.config.task.multi_label:
+            return self._scores(encoded)
+        return class_scores.score_examples(*self._all(encoded), self.config.evaluate.metric)
+
+    @torch.no_grad()
+    def _all(self, encoded: Sequence[ImageExample]) -> tuple[Tensor, Tensor]:
+        """Return logits and labels of all images, on the CPU."""
+        batches = (self.collate([encoded[i] for i in part]) for part in self._parts(len(encoded)))
+        each = [(self._logits(batch.to(self.device)).cpu(), batch.labels) for batch in batches]
+        return torch.cat([logits for logits, _ in each]), torch.cat([labels for _, labels in each])
 
     @torch.no_grad()
     def _scores(self, encoded: Sequence[ImageExample]) -> dict[str, float]:
@@ -250,13 +275,14 @@ class ImageClassification(AdaptedTask):
     def predict(
         self, weights: Weights, rows: Sequence[ImageExample], generate: bool = False
     ) -> Iterator[ExamplePrediction]:
-        """Yield only the slice "target", with one position: a classifier generates nothing."""
+        """Yield only the slice "target": one position, or with several labels one of two classes for each label."""
         self.show(weights)
         for part in self._parts(len(rows)):
             chosen = [rows[i] for i in part]
-            logits = self._logits(self.collate(chosen).to(self.device)).cpu()
-            for i, row in enumerate(chosen):
-                yield ExamplePrediction({"target": logits[i : i + 1]}, torch.tensor([row.label]))
+            batch = self.collate(chosen)
+            logits = self._logits(batch.to(self.device)).cpu()
+            for row, label in zip(logits, batch.labels, strict=True):
+                yield ExamplePrediction({"target": class_scores.positions_of(row, label)}, label.reshape(-1).long())
 
     def _decoded(self, example: Example) -> Pixels:
         return self._pixels(images.image_bytes(example, self.config.task.image_column), example.where)
@@ -295,17 +321,3 @@ def _names_of(model_config: Any) -> tuple[str, ...]:
     names = tuple(str(name) for _, name in sorted(model_config.id2label.items()))
     is_plain = all(name == f"LABEL_{i}" for i, name in enumerate(names))
     return () if is_plain or len(set(names)) < len(names) else names
-
-
-def _check_names(given: Sequence[str], own: Sequence[str], classes: int) -> None:
-    """Raise TaskError if task.class-names cannot be the names of a model with these names and number of classes."""
-    if len(given) != classes:
-        raise TaskError(
-            f"task.class-names: expected {classes} names, as many as the model distinguishes, found {len(given)}; "
-            "correct them, or use a model with as many classes"
-        )
-    if set(given) == set(own) and list(given) != list(own):
-        raise TaskError(
-            "task.class-names: expected the class names in the model's own order, found a different order; set "
-            f"{format_class_names(own)}"
-        )

@@ -21,6 +21,7 @@ Loss: the mean cross entropy over texts, or for several labels the mean binary c
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,10 +32,9 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn import functional
 from typing_extensions import override
 
-from fedveil.config import RunConfig, TaskConfig
+from fedveil.config import RunConfig
 from fedveil.contract.adapter import Adapter
 from fedveil.contract.param_spec import Weights
 from fedveil.contract.task import (
@@ -42,18 +42,15 @@ from fedveil.contract.task import (
     Example,
     ExamplePrediction,
     Examples,
-    Metrics,
     Rows,
     Task,
     TaskInfo,
-    TaskMetric,
 )
-from fedveil.data import tables, token_limits
-from fedveil.data.class_names import ClassNumbering, has_integers
-from fedveil.data.row_values import describe_value
+from fedveil.data import class_labels, tables, token_limits
+from fedveil.data.class_names import ClassNumbering
 from fedveil.data.source_template import SourceTemplate
-from fedveil.errors import ConfigError, TaskError
-from fedveil.models import bundled, loading, sequence_classifier
+from fedveil.errors import TaskError
+from fedveil.models import base_files, bundled, loading, sequence_classifier
 from fedveil.models.library_logging import quiet_libraries
 from fedveil.models.loaded_model import LoadedModel
 from fedveil.training import class_scores
@@ -66,10 +63,6 @@ _AT_ONCE = 1000  # examples that are tokenized together
 log = logging.getLogger("fedveil.data")
 
 
-def _metrics(task: TaskConfig) -> Metrics:
-    return {"loss": TaskMetric("lower"), **{name: TaskMetric("higher") for name in class_scores.SCORES}}
-
-
 INFO = TaskInfo(
     is_file_alone=True,
     mounts=("layers",),
@@ -77,7 +70,8 @@ INFO = TaskInfo(
     texts=lambda task: SourceTemplate.from_task(task).columns,
     templates=True,
     tiny=lambda: bundled.bundled_folder("text-classification"),
-    metrics=_metrics,
+    metrics=class_scores.metrics_of,
+    labels=True,
 )
 
 
@@ -97,18 +91,7 @@ def class_names_of(config: RunConfig) -> tuple[str, ...]:
 
     Raises ConfigError for fewer than two, or one that contains the separator of labels.
     """
-    task, names = config.task, config.task.class_list
-    if len(names) < 2:
-        raise ConfigError(
-            "task.class-names: expected the names of at least two classes, separated by commas, in the same order for "
-            f"all sites, found {len(names)}; set it"
-        )
-    if task.multi_label and (joined := [name for name in names if task.label_separator in name]):
-        raise ConfigError(
-            f'task.label-separator: expected a text that no class name contains, found "{task.label_separator}", '
-            f'which is in "{joined[0]}"; set another one'
-        )
-    return names
+    return class_labels.require_class_names(config.task)
 
 
 @dataclass(frozen=True)
@@ -242,11 +225,17 @@ class TextClassification(AdaptedTask):
             shortened = self.base.tokenizer(
                 list(texts), truncation=True, max_length=limit, return_token_type_ids=self._has_types
             )
+        base_files.check_tokens(self.config.task.model, map(max, filter(None, shortened["input_ids"])), self._rows)
         types = shortened["token_type_ids"] if self._has_types else [[] for _ in texts]
         return [
             (list(ids), list(kinds), len(whole))
             for whole, ids, kinds in zip(self._whole(texts), shortened["input_ids"], types, strict=True)
         ]
+
+    @cached_property
+    def _rows(self) -> int:
+        """Return the number of tokens that the base knows."""
+        return base_files.embedding_rows(self.base.model) or sys.maxsize
 
     @cached_property
     def _has_types(self) -> bool:
@@ -268,31 +257,17 @@ class TextClassification(AdaptedTask):
     def _label(self, example: Example) -> int | tuple[float, ...]:
         """Return the class of an example, or 1.0 or 0.0 for each class."""
         task = self.config.task
-        value = example.values.get(task.target_column)
-        if not task.multi_label:
-            number = self._numbering.find(value, example)
-            if number is None:
-                raise self._no_class(value, example)
-            return number
-        several: list[object]
-        if isinstance(value, str) and not example.class_names:
-            several = [name for name in map(str.strip, value.split(task.label_separator)) if name]
-        else:
-            several = value if isinstance(value, list) else [value]
-        numbers = [self._numbering.find(each, example) for each in several]
-        if None in numbers:
-            raise self._no_class(value, example)
-        return tuple(float(i in numbers) for i in range(len(self.names)))
+        if task.multi_label:
+            return class_labels.read_labels(example, self._numbering, task)
+        number = self._numbering.find(example.values.get(task.target_column), example)
+        if number is None:
+            raise class_labels.refuse_label(example, task)
+        return number
 
-    def _no_class(self, value: object, example: Example) -> TaskError:
-        task = self.config.task
-        kind = f'classes separated by "{task.label_separator}" or a list of them' if task.multi_label else "a class"
-        number = f", or its number from 0 to {len(self.names) - 1}," if not has_integers(self.names) else ""
-        return TaskError(
-            f"task.data: expected {kind}, of the {len(self.names)} names in task.class-names{number} in column "
-            f'"{task.target_column}", found {describe_value(value)} in {example.where}; correct or drop the row, or '
-            "set task.class-names"
-        )
+    @override
+    def _probe_rows(self) -> Rows:
+        label = tuple(0.0 for _ in self.names) if self.config.task.multi_label else 0
+        return [LabelledText([1, 2, 3], label, [0, 0, 0] if self._has_types else [])] * 2
 
     @override
     def collate(self, rows: Sequence[LabelledText]) -> LabelledTextBatch:
@@ -339,13 +314,7 @@ class TextClassification(AdaptedTask):
             if self.base.model.config._attn_implementation == "eager":  # it adds the mask
                 seen = torch.zeros(seen.shape, device=ids.device).masked_fill(~seen, torch.finfo(torch.float32).min)
         inputs = self._inputs(ids[None], seen, types[0][None] if types else None)
-        return self._loss(self._logits_at(weights, inputs).float(), label[None])
-
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss summed over texts."""
-        if not self.config.task.multi_label:
-            return functional.cross_entropy(logits, labels, reduction="sum")
-        return functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum") / len(self.names)
+        return class_scores.loss_sum(self._logits_at(weights, inputs).float(), label[None])
 
     @override
     def loss_sum(self, batch: LabelledTextBatch) -> Tensor:
@@ -354,14 +323,14 @@ class TextClassification(AdaptedTask):
         Raises:
             ConfigError: train.compile on a machine that does not support it.
         """
-        return self._loss(self._logits(batch), batch.labels)
+        return class_scores.loss_sum(self._logits(batch), batch.labels)
 
     @override
     @torch.no_grad()
     def mean_loss(self, encoded: Sequence[LabelledText]) -> float:
         """Return the mean loss per text with the weights loaded last."""
         logits, labels = self._all(encoded)
-        return float(self._loss(logits, labels)) / len(encoded)
+        return float(class_scores.loss_sum(logits, labels)) / len(encoded)
 
     def _all(self, encoded: Sequence[LabelledText]) -> tuple[Tensor, Tensor]:
         """Return logits and labels of all texts, in order, on the CPU."""
@@ -387,20 +356,7 @@ class TextClassification(AdaptedTask):
             raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
         self.show(weights)
         logits, labels = self._all(self.encode(draw_scored(examples, self.config)))
-        scores = {"loss": float(self._loss(logits, labels)) / len(labels)}
-        if self.config.task.multi_label:
-            scores |= class_scores.score_labels(logits, labels.bool())
-        else:
-            scores |= class_scores.score_single_class(logits, labels)
-        if lacking := [name for name in class_scores.SCORES if name not in scores]:
-            reason = (
-                f"{' and '.join(lacking)} of {len(labels)} scored examples: expected an example in and one outside "
-                f"each of the {len(self.names)} classes, found a class without"
-            )
-            if self.config.evaluate.metric in lacking:
-                raise TaskError(f"evaluate.metric: {reason}; raise evaluate.eval-examples, add examples, or change it")
-            log.warning("task.evaluation: no %s", reason)
-        return scores
+        return class_scores.score_examples(logits, labels, self.config.evaluate.metric)
 
     @override
     @torch.no_grad()
@@ -414,8 +370,4 @@ class TextClassification(AdaptedTask):
             batch = self.collate(chosen)
             logits = self._logits(batch.to(self.device)).cpu()
             for row, label in zip(logits, batch.labels, strict=True):
-                if self.config.task.multi_label:
-                    both = torch.stack([torch.zeros_like(row), row], 1)  # softmax gives sigmoid(logit) for "yes"
-                    yield ExamplePrediction({"target": both}, label.long())
-                else:
-                    yield ExamplePrediction({"target": row[None]}, label[None])
+                yield ExamplePrediction({"target": class_scores.positions_of(row, label)}, label.reshape(-1).long())

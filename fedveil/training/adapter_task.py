@@ -21,9 +21,10 @@ from fedveil.contract.task import Rows, Task, TaskInfo, Watch, ignore_progress
 from fedveil.contract.trainer import Trainer
 from fedveil.data.batches import ExampleBatch
 from fedveil.errors import ConfigError
-from fedveil.models import library_logging, loading, published_name, training_modes
+from fedveil.models import base_files, library_logging, loading, published_name, training_modes
 from fedveil.models.loaded_model import LoadedModel
 from fedveil.rng import RandomStream
+from fedveil.training import per_example
 from fedveil.training.gradient_backend import GradientBackend
 from fedveil.training.local_training import LocalTraining
 from fedveil.training.threads import limit_threads
@@ -73,9 +74,15 @@ def check_task_config(config: RunConfig, adapter: Adapter, info: TaskInfo) -> No
             f'task.empty-texts: expected "refuse" with the task "{config.task.name}", found '
             f'"{config.task.empty_texts}"; leave it out'
         )
+    if config.task.multi_label and not info.labels:
+        raise ConfigError(
+            f'task.multi-label: expected false with the task "{config.task.name}", found true; leave it out'
+        )
     _check_source(config.task, info)
     training_modes.check_compile(config)
-    loading.find_model(config.task.model, info.tiny())
+    where, is_folder = loading.find_model(config.task.model, info.tiny())
+    if is_folder and where != "tiny":
+        base_files.check_base_files(config.task.model, Path(where), adapter.trains_base)
 
 
 def _check_source(task: TaskConfig, info: TaskInfo) -> None:
@@ -190,8 +197,15 @@ class AdaptedTask(Task):
             with limit_threads(self.config):
                 base |= self.adapter.read(loaded_model.model, rng)
         drawn = self.adapter.draw({name: spec.shape for name, spec in self.spec.items()}, rng, base)
+        if self.config.dp.is_noisy and isinstance(self, per_example.PerExampleLoss) and (rows := self._probe_rows()):
+            with limit_threads(self.config):  # an error before the first round, not in it
+                per_example.per_example_gradients(self, self.spec, rows, drawn)
         self.release()
         return drawn
+
+    def _probe_rows(self) -> Rows:
+        """Return rows with which to try whether the model has gradients of single examples; none if it surely has."""
+        return ()
 
     @override
     def trainer(self, rows: Rows, rng: RandomStream, watch: Watch = ignore_progress, round_: int = 0) -> Trainer:

@@ -6,7 +6,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -21,8 +21,10 @@ from fedveil.data.batches import TokenBatch, TokenExample
 from fedveil.data.prompt_template import PromptFrame
 from fedveil.data.tokenization import MarkedText, TextTokenizer
 from fedveil.errors import ConfigError
-from fedveil.models import library_logging
+from fedveil.models import base_files, library_logging
 from fedveil.training.adapter_task import AdaptedTask
+
+_PROBE = [1, 2, 3]  # tokens that every vocabulary has
 
 
 class CausalTask(AdaptedTask):
@@ -38,7 +40,17 @@ class CausalTask(AdaptedTask):
 
     @cached_property
     def _tokens(self) -> TextTokenizer:
-        return TextTokenizer(self.base.tokenizer)
+        return TextTokenizer(
+            self.base.tokenizer, partial(self._check_tokens, base_files.embedding_rows(self.base.model))
+        )
+
+    def _check_tokens(self, rows: int, ids: Sequence[int]) -> None:
+        if rows and max(ids, default=0) >= rows:
+            base_files.check_tokens(self.config.task.model, {*ids} - {self.base.image_token}, rows)
+
+    @override
+    def _probe_rows(self) -> Rows:
+        return [TokenExample(_PROBE, 1)] * 2
 
     @property
     @override

@@ -10,17 +10,75 @@
 
 An AUROC exists only if every class has an example in the data and an example outside it; ties count one half. A macro
 F1 exists unless no label is given or predicted at all. A score that does not exist is left out.
+
+Labels of one class are integers; those of several are 1.0 or 0.0 for each class.
 """
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional
 
-__all__ = ["area_under_roc", "score_labels", "score_single_class"]
+from fedveil.config import TaskConfig
+from fedveil.contract.task import Metrics, TaskMetric
+from fedveil.errors import TaskError
+
+__all__ = [
+    "SCORES",
+    "area_under_roc",
+    "loss_sum",
+    "metrics_of",
+    "positions_of",
+    "score_examples",
+    "score_labels",
+    "score_single_class",
+]
 
 SCORES = ("accuracy", "macro_f1", "auroc")
+log = logging.getLogger("fedveil.data")
+
+
+def metrics_of(task: TaskConfig) -> Metrics:
+    """Return the loss and all scores, as metrics of a task."""
+    return {"loss": TaskMetric("lower"), **{name: TaskMetric("higher") for name in SCORES}}
+
+
+def loss_sum(logits: Float[Tensor, "rows classes"], labels: Tensor) -> Tensor:
+    """Return the loss summed over examples: cross entropy, or the mean binary cross entropy over labels."""
+    if not labels.is_floating_point():
+        return functional.cross_entropy(logits, labels, reduction="sum")
+    return functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum") / logits.shape[1]
+
+
+def positions_of(logits: Float[Tensor, " classes"], label: Tensor) -> Float[Tensor, "positions choices"]:
+    """Return an example's logits as those of one position, or with several labels of "no" and "yes" for each label."""
+    if not label.is_floating_point():
+        return logits[None]
+    return torch.stack([torch.zeros_like(logits), logits], 1)  # softmax gives sigmoid(logit) for "yes"
+
+
+def score_examples(logits: Float[Tensor, "rows classes"], labels: Tensor, metric: str) -> dict[str, float]:
+    """Return "loss" and the scores of examples. Those that do not exist are left out, and the log says so.
+
+    Raises:
+        TaskError: `metric`, which is evaluate.metric, is a score that does not exist.
+    """
+    is_single = not labels.is_floating_point()
+    scores = {"loss": float(loss_sum(logits, labels)) / len(labels)}
+    scores |= score_single_class(logits, labels) if is_single else score_labels(logits, labels.bool())
+    if lacking := [name for name in SCORES if name not in scores]:
+        reason = (
+            f"{' and '.join(lacking)} of {len(labels)} scored examples: expected an example in and one outside "
+            f"each of the {logits.shape[1]} classes, found a class without"
+        )
+        if metric in lacking:
+            raise TaskError(f"evaluate.metric: {reason}; raise evaluate.eval-examples, add examples, or change it")
+        log.warning("task.evaluation: no %s", reason)
+    return scores
 
 
 def score_single_class(logits: Float[Tensor, "rows classes"], labels: Int[Tensor, " rows"]) -> dict[str, float]:

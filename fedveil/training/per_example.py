@@ -27,7 +27,7 @@ from fedveil.contract.trainer import (
     PerExampleGradients,
     PerExampleGradientSource,
 )
-from fedveil.errors import TaskError
+from fedveil.errors import FedVeilError, TaskError
 from fedveil.rng import RandomStream
 from fedveil.training.threads import limit_threads
 
@@ -197,7 +197,16 @@ def gradients_of_examples(
     each: Any = torch.func.vmap(
         torch.func.grad_and_value(loss), in_dims=(None, *(0 for _ in samples)), randomness="error"
     )
-    gradients, losses = each(moved, *samples)
+    try:
+        gradients, losses = each(moved, *samples)
+    except (FedVeilError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # torch raises RuntimeError, NotImplementedError, GuardOnDataDependentSymNode, ...
+        kind = type(getattr(getattr(task, "base", None), "model", task)).__name__
+        raise TaskError(
+            "task.model: expected a model whose examples torch can differentiate one by one, as dp.* needs, found "
+            f"{kind}, at which torch.func raises {type(error).__name__}; use another base, or train without dp.*"
+        ) from None
     return PerExampleGradients({name: g.detach() for name, g in gradients.items()}, losses.detach())
 
 

@@ -230,6 +230,7 @@ CASES: dict[str, tuple[dict[str, object], Callable[[Path], None]]] = {
     ),
     "class names": (CLASS, seen(MARK)),
     "class": (CLASS, seen(1931)),
+    "labels": (CLASS | {"task.class-names": "a,b,c", "task.multi-label": True}, seen(f"a|{MARK}")),
     "no class": (CLASS, seen(None)),
     "class bytes": (CLASS, seen(MARK.encode())),
     "no image": (CLASS, seen(1, MARK.encode())),

@@ -15,7 +15,7 @@ from fedveil.adapters.lora import LoraAdapter
 from fedveil.config import parse
 from fedveil.console.flower.site_process import write_guard
 from fedveil.errors import TaskError
-from fedveil.models import loading
+from fedveil.models import image_classifier, loading
 from fedveil.privacy.ledger import PrivacyLedger
 from fedveil.records import audit_log
 from fedveil.records.tensor_state import write_atomic
@@ -77,7 +77,7 @@ def tempting(tmp_path) -> Path:
     "load",
     [
         lambda config: loading.load_causal(config, LoraAdapter(), torch.device("cpu"), None),
-        lambda config: loading.load_classifier(config, LoraAdapter(), torch.device("cpu"), {}),
+        lambda config: image_classifier.load_image_classifier(config, LoraAdapter(), torch.device("cpu"), {}),
     ],
     ids=["text", "images"],
 )

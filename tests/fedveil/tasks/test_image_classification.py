@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Image
+from safetensors.torch import load_file, save_file
 
 from fedveil import config as run_config
 from fedveil import rng
@@ -61,9 +62,9 @@ def save(folder: Path, rows: list[dict], split: str = "train") -> Path:
     return folder
 
 
-def vit(folder: Path, weights: bool = True, preprocessor: bool = False, **keys: object) -> Path:
+def vit(folder: Path, weights: bool = True, preprocessor: bool = False, has_head: bool = True, **keys: object) -> Path:
     """A small ViT in a folder; made with another size than the bundled one."""
-    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
+    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil, ViTModel
 
     config = ViTConfig(
         **{"image_size": 24, "patch_size": 8, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -71,7 +72,8 @@ def vit(folder: Path, weights: bool = True, preprocessor: bool = False, **keys: 
     )  # fmt: skip
     with library_logging.quiet_libraries(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(31415)
-        ViTForImageClassification(config).save_pretrained(folder) if weights else config.save_pretrained(folder)
+        model = (ViTForImageClassification if has_head else ViTModel)(config)
+        (model if weights else config).save_pretrained(folder)
         if preprocessor:
             size = {"height": 24, "width": 24}
             ViTImageProcessorPil(size=size, image_mean=[0.3, 0.4, 0.5], image_std=[0.2, 0.3, 0.4]).save_pretrained(
@@ -389,11 +391,92 @@ def test_names_must_fit_the_model(tmp_path):
         make(task__class_names="a,b", task__num_classes=7)
     names = {0: "dog", 1: "fish"}
     named = str(vit(tmp_path / "vit", num_labels=2, id2label=names, label2id={name: i for i, name in names.items()}))
-    with pytest.raises(TaskError, match="expected 2 names, as many as the model distinguishes, found 3"):
-        make(task__model=named, task__class_names="dog,fish,cat", task__num_classes=10).base  # noqa: B018
-    with pytest.raises(TaskError, match="names in the model.s own order, .* set task.class-names = .dog,fish."):
+    with pytest.raises(
+        TaskError, match="class names in the order of .*, found another order; set task.class-names = .dog,fish"
+    ):
         make(task__model=named, task__class_names="fish,dog", task__num_classes=10).base  # noqa: B018
     assert make(task__model=named, task__class_names="dog,fish", task__num_classes=10).classes == 2
+
+
+HEADS = {
+    "its own": (["bird", "cat", "dog"], True, True),
+    "unnamed": ([], True, True),
+    "other names": (["a", "b", "c"], True, False),
+    "more classes": (["bird", "cat", "dog", "fish"], True, False),
+    "none": ([], False, False),
+}
+
+
+@pytest.mark.parametrize(
+    "case,adapter",
+    [
+        *((case, LoraAdapter(rank=2)) for case in HEADS),
+        ("other names", LoraAdapter(rank=2, targets=r".*\.(query|q_proj)")),
+        ("none", AllWeightsAdapter()),
+    ],
+)
+def test_a_pre_trained_model_has_a_head_for_the_runs_classes(tmp_path, caplog, case, adapter):
+    """Only a head for other classes is drawn, from run.seed and the same at each site; all else is the base's."""
+    from transformers import AutoModel
+
+    own, has_head, is_kept = HEADS[case]
+    names = {"id2label": dict(enumerate(own)), "label2id": {n: i for i, n in enumerate(own)}, "num_labels": len(own)}
+    folder = vit(tmp_path / "vit", has_head=has_head, **(names if own else {}))
+    keys = {"task__model": str(folder), "task__class_names": ",".join(NAMES), "task__num_classes": 10}
+    one, same, other = (make(adapter, **keys, run__seed=seed).base for seed in (0, 0, 1))
+    with library_logging.quiet_libraries():
+        plain = dict(AutoModel.from_pretrained(folder, add_pooling_layer=False).named_parameters())
+    each = [{n.replace(".base_layer.", "."): p for n, p in b.model.named_parameters()} for b in (one, same, other)]
+    for name, weight in plain.items():
+        assert torch.equal(each[0][f"vit.{name}"], weight), name
+    heads = [parameters["classifier.weight"] for parameters in each]
+    assert heads[0].shape == (3, 16)
+    assert torch.equal(heads[0], heads[1])
+    assert torch.equal(heads[0], heads[2]) == is_kept
+    if is_kept:
+        assert torch.equal(heads[0], load_file(folder / "model.safetensors")["classifier.weight"])
+    assert one.heads == (() if is_kept else ("classifier",))
+    assert any(name.startswith("classifier") for name in one.trained) == (
+        adapter.trains_base or not is_kept or adapter.targets == "all-linear"
+    )
+    assert one.model.config.id2label == dict(enumerate(NAMES))
+    assert ("its head is replaced by a new one" in caplog.text) == (case in ("other names", "more classes"))
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # of PEFT, as it reads it
+@pytest.mark.parametrize("has_head", [True, False])
+def test_peft_loads_a_new_head(tmp_path, rows, has_head):
+    """The files have the whole head, and its logits in PEFT's model are the same."""
+    from peft import PeftModel
+    from transformers import ViTForImageClassification
+
+    folder = vit(tmp_path / "vit", has_head=has_head, num_labels=7, image_size=32)
+    task = make(LoraAdapter(rank=2), task__model=str(folder), task__class_names=",".join(NAMES), task__num_classes=10)
+    weights = randomised(task)
+    task.show(weights)
+    with torch.no_grad():
+        wanted = task._logits(task.collate(rows[:3]))
+    (tmp_path / "final").mkdir()
+    task.save(weights, tmp_path / "final")
+    with library_logging.quiet_libraries():
+        plain = ViTForImageClassification.from_pretrained(folder, num_labels=3, ignore_mismatched_sizes=True)
+        theirs = PeftModel.from_pretrained(plain, tmp_path / "final").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            theirs(pixel_values=task.collate(rows[:3]).inputs).logits, wanted, rtol=1e-4, atol=1e-4
+        )
+
+
+def test_a_base_that_lacks_more_than_its_head_is_refused(tmp_path):
+    folder = vit(tmp_path / "vit", has_head=False)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {n: w for n, w in tensors.items() if not n.startswith("layernorm")},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with pytest.raises(TaskError, match=r"all weights of the model apart from its head, but .* lacks vit.layernorm"):
+        make(task__model=str(folder), task__class_names=",".join(NAMES), task__num_classes=10).base  # noqa: B018
 
 
 def test_names_of_the_model_decide_where_it_has_them(tmp_path):

@@ -37,7 +37,7 @@ from fedveil.console.terminal import make_console
 from fedveil.console.web.report import demo_files as left_by
 from fedveil.errors import ConfigError, FedVeilError
 from fedveil.guard import flower
-from fedveil.sanitize import sanitize
+from fedveil.sanitize import sanitize, suggest_name
 
 if TYPE_CHECKING:
     from fedveil.console.web.report.demo_report import DemoMeasurements
@@ -261,8 +261,14 @@ def _arms(text: str, sites: int) -> list[DemoRun]:
     wrong = [arm for arm in arms if arm.method not in known or arm.defense not in DEFENSES]
     if not arms or wrong or len(set(arms)) != len(arms):
         defenses = " or ".join(f'"+{name}"' for name in DEFENSES if name)
+        near = ""
+        if wrong:
+            first = wrong[0]
+            near = suggest_name(first.method, known) if first.method not in known else ""
+            near = near or suggest_name(first.defense, filter(None, DEFENSES))
         raise ConfigError(
-            f"--methods: expected names from {known}, optionally with {defenses}, each once, found {text!r}"
+            f"--methods: expected names from {known}, optionally with {defenses}, each once, found "
+            f"{sanitize(text, 200)!r}{f'; {near.strip()}' if near else ''}"
         )
     if sites < _LEAST_SUMMED and any(arm.defense == "secure" for arm in arms):
         raise ConfigError(f"--sites: expected at least {_LEAST_SUMMED} for a method with +secure, found {sites}")

@@ -58,6 +58,8 @@ def test_a_bad_setting_is_refused_before_anything_is_started(setting, line, caps
     "arguments,line",
     [
         (["--methods", "fedrand+magic"], "error: --methods: expected names from"),
+        (["--methods", "fedavg,fedrnd"], "found 'fedavg,fedrnd'; did you mean fedrand?"),
+        (["--methods", "fedrand+secur"], "found 'fedrand+secur'; did you mean secure?"),
         (["--methods", "fedrand,fedrand"], "each once, found 'fedrand,fedrand'"),
         (["--sites", "2"], "error: --sites: expected at least 3 for a method with +secure, found 2"),
     ],

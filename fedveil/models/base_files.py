@@ -1,0 +1,188 @@
+"""Faults of a base model, in its folder and in its weights, each with one sentence.
+
+| fault | without this check |
+|---|---|
+| an adapter's folder | transformers looks for the base that it names, or finds no model |
+| config.json says 4 or 8 bit, the weights are plain | shapes that do not fit, or weights that are quantized anew |
+| the weights are 4 or 8 bit, and all of them are to be trained | packed numbers would be trained as weights |
+| config.json has another vocab_size than the embedding | a list of tensors of another shape |
+| a text has a token without a row of the embedding | an IndexError in a round |
+| a weight is NaN or infinite | a loss of NaN |
+| an encoder as a causal language model | it learns to copy its target |
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedveil.errors import TaskError
+from fedveil.sanitize import sanitize
+
+__all__ = [
+    "check_base_files",
+    "check_causal",
+    "check_loaded_base",
+    "check_tokens",
+    "embedding_rows",
+    "refuse_adapter",
+]
+
+_MOST_BYTES = 1 << 20  # of config.json
+_MOST_HEADER = 1 << 26  # of a file of tensors
+_MOST_FILES = 1000
+_ADAPTERS = ("adapter_config.json", "adapter.json")
+_QUANTIZED = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4", ".SCB", ".weight_format")
+_ENCODERS = ("bert-generation", "xlnet")  # that transformers lists as causal only
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+
+
+def check_base_files(name: str, folder: Path, trains_base: bool) -> None:
+    """Check a base's folder. What cannot be read here, the loading of the base reports.
+
+    Args:
+        name: task.model, for errors.
+        trains_base: whether all weights of the base are trained.
+
+    Raises:
+        TaskError: all of them are trained and are quantized, they are plain although config.json says otherwise, or
+            vocab_size is not that of the embedding.
+    """
+    config = _config(folder)
+    shapes = dict(_shapes(folder))
+    quantization = config.get("quantization_config")
+    if isinstance(quantization, dict):
+        kind = sanitize(quantization.get("quant_method", "bitsandbytes"), 40)
+        if trains_base:
+            raise _quantized_error(name, f"{kind} in config.json")
+        is_plain = shapes and not any(tensor.endswith(_QUANTIZED) for tensor in shapes)
+        if kind == "bitsandbytes" and is_plain:
+            raise TaskError(
+                f'task.model: expected quantized weights in "{name}", as its config.json says, found plain ones; '
+                'remove quantization_config from config.json, and set train.quantized-base = "4bit" to load them so'
+            )
+    text = config.get("text_config")
+    said = (text if isinstance(text, dict) else config).get("vocab_size")
+    rows = {shape[0] for tensor, shape in shapes.items() if tensor.endswith(_EMBEDDINGS) and len(shape) == 2}
+    if type(said) is int and len(rows) == 1 and said not in rows:
+        raise TaskError(
+            f'task.model: expected the embedding of "{name}" to have {said:,} rows, the vocab_size in its config.json, '
+            f"found {rows.pop():,}; correct vocab_size"
+        )
+
+
+def refuse_adapter(name: str, folder: Path) -> None:
+    """Raise TaskError for the folder of an adapter."""
+    if file := next((file for file in _ADAPTERS if (folder / file).is_file()), ""):
+        raise _adapter_error(name, file)
+
+
+def check_loaded_base(name: str, model: Any, tokenizer: Any = None, trains_base: bool = False) -> None:
+    """Check a base whose weights are loaded.
+
+    Args:
+        name: task.model, for errors.
+        tokenizer: its tokenizer, if it reads texts.
+        trains_base: whether all weights of the base are trained.
+
+    Raises:
+        TaskError: an adapter from the Hub, quantized weights that are to be trained, a token that every text needs and
+            for which the embedding has no row, or a weight that is NaN or infinite.
+    """
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise _adapter_error(name, "adapter_config.json")
+    if trains_base and getattr(model, "is_quantized", False):
+        raise _quantized_error(name, "its files")
+    if tokenizer is not None and (rows := embedding_rows(model)):
+        ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        check_tokens(name, [token for token in ids if token is not None], rows)
+    _check_finite(name, model)
+
+
+def embedding_rows(model: Any) -> int:
+    """Return the number of tokens that a model's embedding has; 0 if it is not known."""
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    return 0 if weight is None else int(weight.shape[0])
+
+
+def check_tokens(name: str, tokens: Iterable[int], rows: int) -> None:
+    """Raise TaskError for a token without a row of the embedding.
+
+    A tokenizer may have such tokens if no text has them, as Gemma 3 of one billion parameters has one for images.
+    """
+    if (highest := max(tokens, default=0)) >= rows:
+        raise TaskError(
+            f'task.model: expected tokens below {rows:,}, the rows of the embedding of "{name}", found token '
+            f"{highest:,} of its tokenizer; use the base's own tokenizer, or resize the embedding and save both"
+        )
+
+
+@torch.no_grad()
+def _check_finite(name: str, model: Any) -> None:
+    """Raise TaskError if a weight of the model is NaN or infinite; weights of one byte, which are quantized, pass."""
+    for at, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or parameter.itemsize == 1 or not parameter.numel():
+            continue
+        if not all(math.isfinite(float(edge)) for edge in parameter.aminmax()):
+            raise TaskError(
+                f'task.model: expected finite weights in "{name}", found NaN or infinity in {sanitize(at, 200)}; copy '
+                "or convert the base again"
+            )
+
+
+def check_causal(name: str, model: Any) -> None:
+    """Raise TaskError for an encoder, such as BERT, that transformers would load as a causal language model.
+
+    Its tokens read those behind them, so it would learn to copy its target.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    config = model.config
+    kind = config.model_type
+    reads_all = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or kind in _ENCODERS
+    if reads_all and not (getattr(config, "is_decoder", False) or getattr(config, "causal", False)):
+        raise TaskError(
+            f'task.model: expected a model that predicts each token from those before it, found the encoder "{kind}" '
+            f'in "{name}"; use a decoder such as Llama, or the task "text-classification"'
+        )
+
+
+def _adapter_error(name: str, file: str) -> TaskError:
+    return TaskError(
+        f'task.model: expected a base model, found an adapter ({file}) in "{name}"; merge it into its base first '
+        "(`fedveil merge`, or PEFT's merge_and_unload) and give the folder of the merged model"
+    )
+
+
+def _quantized_error(name: str, source: str) -> TaskError:
+    return TaskError(
+        f'task.model: expected plain weights in "{name}", because all of them are trained, found quantized ones '
+        f"({source}); train low-rank pairs (LoRA), or use the base that was quantized"
+    )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        with (folder / "config.json").open("rb") as file:
+            content = json.loads(file.read(_MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield names and shapes of the tensors in the safetensors files of a folder, by the files' headers."""
+    for path in sorted(folder.glob("*.safetensors"))[:_MOST_FILES]:
+        try:
+            with path.open("rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                header = json.loads(file.read(length)) if length <= _MOST_HEADER else {}
+            yield from [(name, tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__"]
+        except (OSError, ValueError, struct.error, RecursionError, KeyError, TypeError, AttributeError):
+            return
