@@ -156,7 +156,7 @@ class ConfigSection(BaseModel):
 class SinksConfig(ConfigSection):
     """Further outputs for a round's metrics during the run. None of them can stop a round."""
 
-    use: str = Field("", max_length=200, description="comma-separated sinks: tensorboard, mlflow, prometheus")
+    use: str = Field("", max_length=200, description="comma-separated sinks: tensorboard, mlflow, prometheus, wandb")
     mlflow_uri: str = Field(
         "", max_length=500, description="http on loopback, or https; empty = mlflow.db in run.dir. Sites see it"
     )
