@@ -156,7 +156,7 @@ class ConfigSection(BaseModel):
 class SinksConfig(ConfigSection):
     """Further outputs for a round's metrics during the run. None of them can stop a round."""
 
-    use: str = Field("", max_length=200, description="comma-separated sinks: tensorboard, mlflow, prometheus")
+    use: str = Field("", max_length=200, description="comma-separated sinks: tensorboard, mlflow, prometheus, wandb")
     mlflow_uri: str = Field(
         "", max_length=500, description="http on loopback, or https; empty = mlflow.db in run.dir. Sites see it"
     )
@@ -240,6 +240,7 @@ class TaskConfig(ConfigSection):
         "source and target; empty = none",
     )
     target_column: str = Field("ref", description="target column: a text, a class, a caption")
+    rejected_column: str = Field("rejected", description="preference: column of the answer that is not preferred")
     image_column: str = Field("image", description="image column: bytes, or paths relative to the file")
     choices_column: str = Field("", description="vision-language: column of a question's choices; empty = none")
     hint_column: str = Field("", description="vision-language: column of the text before a question; empty = none")
@@ -349,6 +350,9 @@ class TrainConfig(ConfigSection):
     loss_mask: Literal["targets", "all"] = Field(
         "targets",
         description="text-generation: tokens in the training loss; all = source too. Evaluation always uses targets",
+    )
+    preference_beta: float = Field(
+        0.1, gt=0.0, le=100.0, description="preference: beta of DPO; the larger, the closer the model stays to its base"
     )
     packing: bool = Field(
         False, description="text-generation: pack short examples into sequences of up to task.max-tokens"

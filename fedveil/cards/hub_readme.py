@@ -8,6 +8,7 @@ from fedveil.models import bundled, published_name
 
 _TASKS = {
     "text-generation": "text-generation",
+    "preference": "text-generation",
     "text-classification": "text-classification",
     "image-classification": "image-classification",
     "vision-language": "image-text-to-text",

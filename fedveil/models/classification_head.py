@@ -2,10 +2,10 @@
 
 | the base's head | what is used |
 |---|---|
-| none | a head from a public stream of run.seed, so that all sites have the same |
-| as many classes, without names ("LABEL_0") or with those of the run in their order | that head |
+| none | a head drawn from a public stream of run.seed, so that all sites start from the same head |
+| the same number of classes, unnamed ("LABEL_0") or with the run's names in the run's order | that head |
 | the run's names in another order | refused, with the base's order |
-| other classes | a new head, as where there is none; the log says so |
+| other classes | a new head, as if there were none; the log says so |
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-_SHARED_BASES = {"text-classification": "text-generation"}
+_SHARED_BASES = {"text-classification": "text-generation", "preference": "text-generation"}
 _ON_THE_HUB = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 
 

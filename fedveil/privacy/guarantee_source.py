@@ -11,7 +11,12 @@ from fedveil.privacy.dp_sgd import DpSgdConfig
 
 __all__ = ["as_planned", "check_class_names", "check_guarantee", "check_public_length", "guarantee_of"]
 
-_OF_TOKENS = ("text-classification", "text-generation", "vision-language")  # tasks that read task.max-tokens
+_OF_TOKENS = (
+    "preference",
+    "text-classification",
+    "text-generation",
+    "vision-language",
+)  # tasks that read task.max-tokens
 
 
 def guarantee_of(method: Method, config: RunConfig) -> PrivacyGuarantee | None:

@@ -17,6 +17,7 @@ from fedveil.attacks.audit.runner import audit_run
 from fedveil.attacks.audit.schedule import TimeBudget
 from fedveil.attacks.samples import AuditDataSource
 from fedveil.cards.card import PrivacyCard, read_card
+from fedveil.cards.hub_upload import push_to_hub
 from fedveil.config import RunConfig, parse
 from fedveil.console.runs import audit_output, final_model, privacy_statements
 from fedveil.console.runs.run_reader import RunView, load_run, status_of
@@ -193,6 +194,15 @@ class Run:
         with fill_folder(into) as scratch:
             shutil.copytree(final_folder, scratch, dirs_exist_ok=True)
         return into.absolute()
+
+    def push_to_hub(self, repo: str, token: str, is_public: bool = False) -> str:
+        """Upload the final model with its card to the Hugging Face Hub, as `fedveil push`. Return the commit's address.
+
+        Raises:
+            StateError: the run has no final model or no card yet, or a file differs from what was signed.
+            ConfigError: the Hub refuses, or the repository is public and `is_public` false, or the reverse.
+        """
+        return push_to_hub(self._final(), repo, token, is_public)
 
     def _final(self) -> Path:
         folder = self.folder / "final"

@@ -246,6 +246,31 @@ class TextGeneration(causal_lm.CausalTask):
     def _whole_length(self, conversation: MarkedTokens) -> int:
         return len(self._frame.begin) + len(conversation.ids) + len(self._frame.end)
 
+    def encode_pairs(self, triples: Sequence[tuple[Source, str, str]]) -> list[tuple[TokenExample, TokenExample]]:
+        """Return the examples of each source with its first and with its second target; a pair has one prompt.
+
+        A source that is cut leaves room for the longer of the two targets. A pair counts as cut if one of both is.
+
+        Raises:
+            TaskError: too many are cut; see `token_limits`.
+        """
+        texts = [(source, target) for source, *targets in triples for target in targets]
+        conversations = self._conversations(texts)
+        limit = self._limit(conversations)
+        pairs = []
+        for first, second in zip(conversations[::2], conversations[1::2], strict=True):
+            alone = [self._row(each, limit) for each in (first, second)]
+            lengths = [row.length - row.start for row in alone]
+            one, other = (
+                self._row(each, limit - max(lengths) + length)
+                for each, length in zip((first, second), lengths, strict=True)
+            )
+            pairs.append((one, other))
+        worse = [max(pair, key=lambda row: (row.cut, row.whole)) for pair in pairs]
+        if worse:
+            self._require_whole(TokenizedDataset(tokenized_dataset.slice_part(worse, [0] * len(worse))))
+        return pairs
+
     @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
         """ "loss" over the rows of evaluate.eval-examples distinct sources (see `_references`); with `generate` also

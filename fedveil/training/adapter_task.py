@@ -33,6 +33,7 @@ _NOTHING = contextlib.nullcontext()
 _OF_SOME: Mapping[str, Any] = {
     "loss-mask": "targets",
     "packing": False,
+    "preference-beta": 0.1,
 }  # keys that a task may not support, with their defaults
 _OFFERED: Mapping[Mount, str] = {"layers": "LoRA pairs or all weights", "cache": "a prefix", "texts": "a prompt"}
 

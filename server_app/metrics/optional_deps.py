@@ -26,10 +26,16 @@ def require_installed(config: RunConfig, where: str) -> dict[str, ModuleType]:
     modules = {name: PLUGINS.load_module(name) for name in config.sinks.names}
     for name, module in modules.items():
         if importlib.util.find_spec(module.NEEDS) is None:
-            extra = module.EXTRA
-            raise ConfigError(
-                f'sinks.use: expected the extra "{extra}" {where}, found no {module.NEEDS} for {name}; '
-                f"next step: pip install --require-hashes --no-deps -r lock/{extra}.txt, or without a checkout "
-                f'pip install "fedveil[{extra}]"'
-            )
+            raise ConfigError(f"sinks.use: expected {_missing(module, name, where)}")
     return modules
+
+
+def _missing(module: ModuleType, name: str, where: str) -> str:
+    """Return what was expected and found, and the command that installs it."""
+    extra, needs = module.EXTRA, module.NEEDS
+    if not extra:  # no lock names the package
+        return f"the package {needs} {where}, found none for {name}; next step: pip install {needs}"
+    return (
+        f'the extra "{extra}" {where}, found no {needs} for {name}; next step: pip install --require-hashes --no-deps '
+        f'-r lock/{extra}.txt, or without a checkout pip install "fedveil[{extra}]"'
+    )

@@ -120,7 +120,9 @@ def test_what_is_no_task_is_refused(name):
 def test_every_task_says_what_it_reads_and_takes(name):
     info, task = tasks.task_info(name), parse({}).task
     assert info.mounts
-    assert set(info.columns(task)) <= {task.source_column, task.target_column, task.image_column}
+    known = {task.source_column, task.target_column, task.rejected_column, task.image_column}
+    assert set(info.columns(task)) <= known
+    assert (task.rejected_column in info.columns(task)) == (name == "preference")
     assert info.tiny() is None or info.tiny().is_dir()
     asked = parse({"task.choices-column": "choices", "task.hint-column": "hint"}).task
     assert ({"choices", "hint"} <= set(info.columns(asked))) == (name == "vision-language")

@@ -1,9 +1,9 @@
 """Programs that receive a round's metrics during the run. One file each; found by file name, like methods.
 
-A file defines `EXTRA` (the extra of pyproject.toml that it needs), `NEEDS` (the module that this extra installs) and
-`create(about) -> MetricsSink`. So does a module of another package that an entry point in the group "fedveil.sinks"
-names. `create` is called before any site is contacted, and refuses settings that cannot work. Slow or fallible work
-belongs in `write`, which has its own thread (fedveil/server_app/metrics/dispatcher.py).
+A file defines `EXTRA` (the extra of pyproject.toml that it needs; "" for a package that no extra installs), `NEEDS`
+(the module that it imports) and `create(about) -> MetricsSink`. So does a module of another package that an entry point
+in the group "fedveil.sinks" names. `create` is called before any site is contacted, and refuses settings that cannot
+work. Slow or fallible work belongs in `write`, which has its own thread (fedveil/server_app/metrics/dispatcher.py).
 """
 
 from __future__ import annotations

@@ -253,6 +253,31 @@ def test_a_template_of_one_exchange_ends_with_the_end_token_unless_the_base_stop
     assert prompt_template.template_frame(tokenizer, "base", (user,)).stop == tokenizer.eos_token_id
 
 
+def test_the_switch_of_a_base_that_thinks_as_the_page_says_it():
+    """Qwen 3's switch goes on as the trained answer begins; GLM 4.5's makes a prompt that no example had."""
+    off = "enable_thinking is defined and not enable_thinking"
+    qwen = QWEN3.replace(
+        "assistant\n{% endif %}", "assistant\n{% if " + off + " %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    )
+    glm = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|user|>\n{{ m.content }}{{ '/nothink' if " + off + " }}"
+        "{% else %}<|bot|>\n<think></think>\n{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|bot|>{{ '\n<think></think>' if " + off + " }}{% endif %}"
+    )
+    tokenizer = _wrapped(_byte_level())
+    asked = [{"role": "user", "content": "food[Thai]"}]
+    for template, goes_on in ((qwen, True), (glm, False)):
+        tokenizer.chat_template = template
+        whole = prompt_template.template_frame(tokenizer, "base", ()).conversation("food[Thai]", "Blue Spice.").text
+        plain = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        assert whole.startswith(plain)
+        switched = tokenizer.apply_chat_template(
+            asked, tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+        assert switched != plain
+        assert whole.startswith(switched + "Blue Spice.") is goes_on
+
+
 def test_a_tokenizer_without_offsets_splits_where_the_tokens_part():
     tokenizer = ByT5Tokenizer()
     assert not tokenizer.is_fast

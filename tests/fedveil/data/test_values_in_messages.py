@@ -43,6 +43,9 @@ LABELLED = {
     "task.name": "text-classification", "task.source-column": "note", "task.target-column": "label",
     "task.class-names": "a,b", "task.max-tokens": 32,
 }  # fmt: skip
+PAIR = {
+    "task.name": "preference", "task.source-column": "note", "task.target-column": "label", "task.max-tokens": 32,
+}  # fmt: skip
 CAPTION = {"task.name": "vision-language", "task.target-column": "caption", "task.max-tokens": 64}
 OPEN = CAPTION | {"task.source-column": "question"}
 CHOICE = {
@@ -249,6 +252,8 @@ CASES: dict[str, tuple[dict[str, object], Callable[[Path], None]]] = {
     "no text to classify": (LABELLED, lines({"note": None, "label": "a", "born": MARK})),
     "class of a text": (LABELLED, lines({**OTHER, "label": MARK})),
     "classes of a text": (LABELLED | {"task.multi-label": True}, lines({**OTHER, "label": f"a|{MARK}"})),
+    "no rejected answer": (PAIR, lines({**OTHER, "label": MARK, "rejected": None})),
+    "no pair of answers": (PAIR | {"task.empty-texts": "drop"}, lines({**OTHER, "label": MARK, "rejected": " "})),
     "caption": (CAPTION, seen(1, caption=None)),
     "open question": (OPEN, seen(1, question=[MARK], caption=MARK)),
     "captions": (CAPTION, seen(1, caption=[MARK, " "])),

@@ -79,7 +79,7 @@ def test_a_unit_is_taken_with_dp_and_with_strict_dp_fpl(noise, secure):
     assert check_guarantee(method, fpl, True) is not None
 
 
-@pytest.mark.parametrize("task", ["text-generation", "text-classification", "vision-language"])
+@pytest.mark.parametrize("task", ["text-generation", "preference", "text-classification", "vision-language"])
 def test_a_guarantee_needs_a_length_that_does_not_depend_on_the_rows(task):
     config = parse({"task.name": task, "method.name": "fedavg", **NOISY})
     claim = guarantee_of(strategies.create_method("fedavg"), config)

@@ -17,7 +17,7 @@ from tests.server_app.metrics.sinks.runs import SITES
 
 
 def test_they_are_found_by_their_file():
-    assert optional_deps.PLUGINS.list_names() == ["mlflow", "prometheus", "tensorboard"]
+    assert optional_deps.PLUGINS.list_names() == ["mlflow", "prometheus", "tensorboard", "wandb"]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,9 @@ def test_a_missing_extra_and_an_unknown_sink_are_refused_before_a_site_is_asked(
     assert runs.grid.pushed == []
     assert runs.status["state"] == "failed"
     assert "lock/tensorboard.txt" in runs.status["reason"]
-    with pytest.raises(ConfigError, match=r"sinks.use: expected one of \['mlflow', 'prometheus', 'tensorboard'\]"):
+    with pytest.raises(
+        ConfigError, match=r"sinks.use: expected one of \['mlflow', 'prometheus', 'tensorboard', 'wandb'\]"
+    ):
         runs.go(sinks__use="grafana", run__name="other")
 
 

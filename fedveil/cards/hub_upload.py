@@ -1,0 +1,90 @@
+"""Upload a model's folder with its privacy card to a model repository of the Hugging Face Hub.
+
+A token is always given: the one that `hf auth login` stored on this machine is never used. Every file of the folder is
+uploaded in one commit, and nothing else. A repository that others can read needs `is_public`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from fedveil.cards import card
+from fedveil.cards.signing import in_toto, verification
+from fedveil.errors import ConfigError, StateError
+from fedveil.sanitize import sanitize
+
+__all__ = ["push_to_hub"]
+
+_README = "README.md"
+_TOKEN = re.compile(r"[\x21-\x7e]{1,500}")
+
+
+def push_to_hub(folder: Path, repo: str, token: str, is_public: bool = False) -> str:
+    """Upload the model in `folder`, which is a run folder or a model's folder with a card; return the commit's address.
+
+    Args:
+        folder: a run folder, whose final/ is uploaded, or what `save` and `fedveil merge` write.
+        repo: "owner/name"; the repository is created if it does not exist. Its other files stay.
+        token: a Hub token that may write.
+        is_public: whether everyone may read the repository.
+
+    Raises:
+        StateError: the folder has no card, has a link, or differs from what its signatures cover.
+        ConfigError: no token, a repository of another visibility, or the Hub refuses or does not answer.
+    """
+    if not _TOKEN.fullmatch(token):
+        raise ConfigError("token: expected a Hub token that may write, found none; set HF_TOKEN or give --token-file")
+    model = verification.model_folder(folder)
+    names = _checked_files(model)
+
+    import httpx  # slow to import, as huggingface_hub, which comes with it
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    api, run = HfApi(token=token), card.read_card(model).run
+    if "/" not in repo:
+        raise ConfigError(f'repository: expected "owner/name", found "{sanitize(repo, 100)}"; name the owner too')
+    try:
+        api.create_repo(repo, private=not is_public, exist_ok=True)
+        if bool(api.repo_info(repo).private) == is_public:
+            expected, found, todo = ("private", "public", "add")
+            if is_public:
+                expected, found, todo = ("public", "private", "leave out")
+            raise ConfigError(
+                f"repository {repo}: expected a {expected} one, found a {found} one; {todo} --public if that is meant, "
+                "or name another"
+            )
+        commit = api.create_commit(
+            repo,
+            [CommitOperationAdd(name, model / name) for name in names],
+            commit_message=f"Upload the model of {sanitize(run.name, 100)} with its privacy card",
+        )
+    except OfflineModeIsEnabled:
+        raise ConfigError("HF_HUB_OFFLINE: expected it unset to upload, found it set; unset it") from None
+    except ValueError as error:  # a name, or the front matter of README.md, that the Hub does not take
+        raise ConfigError(f"repository: {sanitize(error, 300)}") from None
+    except (HfHubHTTPError, httpx.HTTPError) as error:
+        raise ConfigError(
+            f"repository {repo}: expected the Hub to take the upload, found {sanitize(error, 300)}; check the token's "
+            "permissions and the network, and try again"
+        ) from None
+    return str(commit.commit_url)
+
+
+def _checked_files(model: Path) -> list[str]:
+    """Return the names of the files to upload. Raises StateError unless they are whole."""
+    names = sorted(in_toto.digest_files(model))
+    for needed in (card.PAGE, _README):
+        if needed not in names:
+            raise StateError(f"{model}: expected {needed}, found none; write it with fedveil card make")
+    signatures = model / in_toto.NAME
+    if not signatures.exists():
+        return names
+    envelope = verification.read_envelope(signatures)
+    differ = in_toto.find_differences(in_toto.parse_statement(envelope.content, str(signatures)), model)
+    if differ:
+        raise StateError(
+            f"{model}: expected the files that were signed, found others ({'; '.join(differ)}); do not publish them"
+        )
+    return [*names, in_toto.NAME]

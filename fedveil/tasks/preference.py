@@ -1,0 +1,325 @@
+"""Preference tuning by DPO: a causal language model learns to prefer a chosen answer over a rejected one.
+
+An example is a prompt with two answers. Its loss (Rafailov et al. 2023) is
+
+    -log sigmoid(beta * ((log p(chosen) - log p(rejected)) - (log p0(chosen) - log p0(rejected))))
+
+where log p sums over an answer's tokens, its end token included, and p0 is the base without the adapter, which every
+site has. p0 is computed once, when the examples are prepared. Texts, chat templates and lengths are those of text
+generation; the two answers of a pair have the same prompt, also where it is cut. One row is one pair in every count,
+and its gradient is clipped as one under dp.*.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import final
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from typing_extensions import override
+
+from fedveil.config import RunConfig, TaskConfig
+from fedveil.contract.adapter import Adapter
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.task import (
+    DatasetShard,
+    Example,
+    ExamplePrediction,
+    Examples,
+    Metrics,
+    PreparedData,
+    Rows,
+    Task,
+    TaskInfo,
+    TaskMetric,
+)
+from fedveil.data import tables
+from fedveil.data.batches import TokenBatch, TokenExample
+from fedveil.data.source_template import SourceTemplate
+from fedveil.errors import ConfigError, TaskError
+from fedveil.models import bundled, loading
+from fedveil.models.loaded_model import LoadedModel
+from fedveil.tasks.text_generation import TextGeneration
+from fedveil.training import adapter_task
+from fedveil.training.scored_examples import draw_scored
+
+__all__ = ["PreferenceBatch", "PreferenceExample", "PreferenceTuning"]
+
+log = logging.getLogger("fedveil.data")
+
+
+def _columns(task: TaskConfig) -> tuple[str, ...]:
+    return (*SourceTemplate.from_task(task).columns, task.target_column, task.rejected_column)
+
+
+def _metrics(task: TaskConfig) -> Metrics:
+    higher = TaskMetric("higher")
+    return {"loss": TaskMetric("lower"), "preference_accuracy": higher, "reward_margin": higher}
+
+
+INFO = TaskInfo(
+    mounts=("layers",),
+    columns=_columns,
+    texts=_columns,
+    tiny=lambda: bundled.bundled_folder("text-generation"),
+    train_keys=("preference-beta",),
+    metrics=_metrics,
+    chats=True,
+    drops=True,
+    templates=True,
+    divisible=False,
+)
+
+
+@dataclass(frozen=True)
+class PreferenceExample:
+    """One pair: the prompt with each of its answers, and log p0(chosen) - log p0(rejected) of the base."""
+
+    chosen: TokenExample
+    rejected: TokenExample
+    reference: float
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens of both."""
+        return self.chosen.length + self.rejected.length
+
+
+@dataclass(frozen=True)
+class PreferenceBatch:
+    """A batch of pairs.
+
+    Attributes:
+        answers: the chosen examples of all pairs, then their rejected ones.
+        reference: log p0(chosen) - log p0(rejected) of each pair.
+    """
+
+    answers: TokenBatch
+    reference: Float[Tensor, " pairs"]
+
+    @property
+    def terms(self) -> int:
+        """Return the number of pairs, which are the terms of the loss."""
+        return len(self.reference)
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens of all answers with their prompts, without padding."""
+        return self.answers.tokens
+
+    def pinned(self) -> PreferenceBatch:
+        """Return the batch in page-locked memory."""
+        return PreferenceBatch(self.answers.pinned(), self.reference.pin_memory())
+
+    def to(self, device: torch.device) -> PreferenceBatch:
+        """Return the batch on `device`."""
+        return PreferenceBatch(self.answers.to(device), self.reference.to(device, non_blocking=True))
+
+
+def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
+    """Create the task of `config`; the base is loaded on first use.
+
+    Raises:
+        ConfigError: as text generation; also an adapter without which the base is not as it was, whole conversations,
+            or one column for both answers.
+        TaskError: no base model at that path.
+    """
+    task = config.task
+    if task.messages_column:
+        raise ConfigError(
+            'task.messages-column: expected none with the task "preference", which reads a prompt and two answers, '
+            f'found "{task.messages_column}"; leave it out'
+        )
+    if task.rejected_column == task.target_column:
+        raise ConfigError(
+            f'task.rejected-column: expected another column than task.target-column, found "{task.rejected_column}" '
+            "for both; name the column of the rejected answers"
+        )
+    if adapter.kind != "lora":
+        raise ConfigError(
+            'adapter.kind: expected "lora" with the task "preference", whose loss compares the model with the base '
+            f'without its adapter, found "{adapter.kind}"; choose a method or a method.params with LoRA pairs'
+        )
+    adapter_task.check_task_config(config, adapter, INFO)
+    loading.check_context(config, adapter, INFO.tiny())
+    return PreferenceTuning(config, adapter, loading.pick_device(device))
+
+
+@final
+class PreferenceTuning(adapter_task.AdaptedTask):
+    """A language model that learns from pairs of answers."""
+
+    _dropped = 0  # rows that the split read last lacks, see task.empty-texts
+
+    @override
+    def _load(self) -> LoadedModel:
+        return self._of_chosen.base
+
+    @cached_property
+    def _of_chosen(self) -> TextGeneration:
+        """Return the task that reads prompts with their chosen answers, and tokenizes; it loads the base."""
+        return TextGeneration(self.config, self.adapter, self.device)
+
+    @cached_property
+    def _of_rejected(self) -> TextGeneration:
+        """Return the task that reads prompts with their rejected answers; it loads no base."""
+        task = self.config.task.model_copy(update={"target_column": self.config.task.rejected_column})
+        return TextGeneration(self.config.model_copy(update={"task": task}), self.adapter, self.device)
+
+    @property
+    @override
+    def end_tokens(self) -> tuple[int, ...]:
+        """Return the tokens that end an answer."""
+        return self._of_chosen.end_tokens
+
+    @override
+    def examples(self, data: Path, split: str, share: DatasetShard | None = None) -> Examples:
+        table = tables.read_for_task(data, split, INFO, self.config.task)
+        chosen = table.examples(split, share, self.config)
+        if self.config.task.empty_texts == "refuse":
+            return chosen
+        left = chosen.without(self._lacks_text)
+        self._dropped = len(chosen) - len(left)
+        if self._dropped:
+            log.warning(
+                'task.empty-texts = "drop": %d of %d rows of the split "%s" are left out, because their prompt or an '
+                "answer is missing or empty", self._dropped, len(chosen), split,
+            )  # fmt: skip
+        if not len(left):
+            raise TaskError(
+                f"task.data: expected a prompt and two answers in at least one of {len(chosen)} rows of the split "
+                f'"{split}", found none; correct the data, or the columns of the run config'
+            )
+        return left
+
+    def _lacks_text(self, example: Example) -> bool:
+        return self._of_chosen.lacks_text(example) or self._of_rejected.lacks_text(example)
+
+    @override
+    def prepare(
+        self, data: Path, split: str, share: DatasetShard | None = None, shelf: Path | None = None
+    ) -> PreparedData:
+        """Prepare as `encode` does. Nothing is cached: the references are of this base in this precision."""
+        return replace(super().prepare(data, split, share), dropped=self._dropped)
+
+    @override
+    def encode(self, examples: Examples) -> list[PreferenceExample]:
+        """Tokenize every pair, and compute its reference with the base. Raises TaskError for a row without a text."""
+        triples = []
+        for example in examples:
+            source, chosen = self._of_chosen.read_texts(example)
+            triples.append((source, chosen, self._of_rejected.read_texts(example)[1]))
+        if not triples:
+            return []
+        pairs = self._of_chosen.encode_pairs(triples)
+        self.put({name: torch.zeros(spec.shape) for name, spec in self.spec.items()})  # W_0 + 0: the base itself
+        with torch.no_grad():
+            references = self._log_ratios(pairs).tolist()
+        return [PreferenceExample(*pair, value) for pair, value in zip(pairs, references, strict=True)]
+
+    @override
+    def find_cut(self, rows: Rows) -> Bool[np.ndarray, " rows"]:
+        return np.array([max(row.chosen.cut, row.rejected.cut) > 0 for row in rows], bool)
+
+    @override
+    def collate(self, rows: Rows) -> PreferenceBatch:
+        """Return one batch of pairs, on the CPU."""
+        answers = self._of_chosen.collate([*(row.chosen for row in rows), *(row.rejected for row in rows)])
+        return PreferenceBatch(answers, torch.tensor([row.reference for row in rows]))
+
+    def _log_ratio(self, batch: TokenBatch) -> Float[Tensor, " pairs"]:
+        """Return log p(chosen) - log p(rejected) of each pair with the weights loaded last."""
+        given = {"input_ids": batch.ids, "attention_mask": batch.mask, "use_cache": False}
+        counted = self._forward(given).flatten(0, 1)[batch.positions].float()
+        log_likelihoods = -torch.nn.functional.cross_entropy(counted, batch.wanted, reduction="none")
+        count, length = batch.ids.shape
+        sums = torch.zeros(count, device=counted.device).index_add(0, batch.positions // length, log_likelihoods)
+        chosen, rejected = sums.chunk(2)
+        return chosen - rejected
+
+    def _log_ratios(self, pairs: Sequence[tuple[TokenExample, TokenExample]]) -> Float[Tensor, " pairs"]:
+        """Return `_log_ratio` of all pairs, on the CPU; equal pairs in equal order give equal bits."""
+        order = sorted(range(len(pairs)), key=lambda i: max(each.length for each in pairs[i]))
+        ratios = torch.zeros(len(pairs))
+        for part in self._parts(len(pairs)):
+            chosen = [pairs[order[i]] for i in part]
+            batch = self._of_chosen.collate([*(pair[0] for pair in chosen), *(pair[1] for pair in chosen)])
+            ratios[[order[i] for i in part]] = self._log_ratio(batch.to(self.device)).float().cpu()
+        return ratios
+
+    @torch.no_grad()
+    def _margins(self, rows: Sequence[PreferenceExample]) -> Float[Tensor, " rows"]:
+        """Return how much more than the base the model prefers each chosen answer, in nats."""
+        return self._log_ratios([(row.chosen, row.rejected) for row in rows]) - torch.tensor(
+            [row.reference for row in rows]
+        )
+
+    def _loss(self, margins: Tensor) -> Tensor:
+        """Return -log sigmoid(beta * margin) of each margin."""
+        return torch.nn.functional.softplus(-self.config.train.preference_beta * margins)
+
+    @override
+    def loss_sum(self, batch: PreferenceBatch) -> Tensor:
+        """Return the summed loss of the pairs in `batch`, which is on the device."""
+        return self._loss(self._log_ratio(batch.answers) - batch.reference).sum()
+
+    @override
+    def mean_loss(self, encoded: Rows) -> float:
+        """Return the mean loss per pair with the weights loaded last."""
+        return float(self._loss(self._margins(encoded)).mean())
+
+    @override
+    def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
+        """Return "loss", "preference_accuracy" and "reward_margin" over evaluate.eval-examples pairs.
+
+        The accuracy is the share of pairs whose chosen answer the model prefers more than the base does; a pair that
+        it prefers as the base does counts half, so the base has 0.5. The margin is beta times the mean preference.
+
+        Raises:
+            TaskError: no examples, errors as in `encode`, or weights that do not match the spec.
+        """
+        if not examples:
+            raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
+        rows = self.encode(draw_scored(examples, self.config))
+        self.show(weights)
+        margins = self._margins(rows)
+        return {
+            "loss": float(self._loss(margins).mean()),
+            "preference_accuracy": float(((margins > 0).float() + (margins == 0).float() / 2).mean()),
+            "reward_margin": self.config.train.preference_beta * float(margins.mean()),
+        }
+
+    @override
+    def predict(self, weights: Weights, rows: Rows, generate: bool = False) -> Iterator[ExamplePrediction]:
+        """Yield the predictions of the chosen answers."""
+        yield from self._of_chosen.predict(weights, [row.chosen for row in rows], generate)
+
+    def samples(self, rows: Rows) -> tuple[Tensor, ...]:
+        """Token ids, wanted tokens and counted positions (pairs, 2, length), and references; see `PerExampleLoss`."""
+        batch = self.collate(rows)
+        answers, shape = batch.answers, (2, len(rows), -1)
+        wanted, counted = torch.zeros_like(answers.ids).flatten(), torch.zeros(answers.ids.numel())
+        wanted[answers.positions], counted[answers.positions] = answers.wanted, 1.0
+        three = (each.view(shape).transpose(0, 1).to(self.device) for each in (answers.ids, wanted, counted))
+        return (*three, batch.reference.to(self.device))
+
+    def sample_loss(self, weights: Mapping[str, Tensor], *sample: Tensor) -> Tensor:
+        """Return the loss of one pair. Padding needs no mask: it follows all targets."""
+        ids, wanted, counted, reference = sample
+        everything = torch.ones(ids.shape, dtype=torch.long, device=ids.device)  # not of vmap: transformers reads it
+        given = {"input_ids": ids, "attention_mask": everything, "use_cache": False}
+        logits = self._logits_at(weights, given).float()
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")
+        rejected_more = (losses.view(ids.shape) * counted).sum(1)
+        return self._loss(rejected_more[1] - rejected_more[0] - reference)
+
+    def write(self, weights: Weights, prompts: Sequence[str], images: Sequence[tuple[str, bytes]]) -> list[str]:
+        """Return the text after each prompt. Raises ConfigError for images, and without a prompt."""
+        return self._of_chosen.write(weights, prompts, images)
