@@ -202,6 +202,7 @@ def round_terms(assignment: ClientAssignment) -> RoundTerms:
         has_table=method.plans_entries,
         is_alike=method.sends_same_broadcast_in(table),
         state=continued if method.keeps_private_state else "none",
+        is_whole=secure.whole_cohort,
     )
 
 

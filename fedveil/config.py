@@ -535,6 +535,9 @@ class SecureConfig(ConfigSection):
     clip_bound: float = Field(
         64.0, gt=0, le=1e9, description="bound to which sites clip values; a smaller bound is more precise"
     )
+    whole_cohort: bool = Field(
+        False, description="open only sums of a whole cohort, with one exchange; a missing upload costs the round"
+    )
     roster: str = Field("", description="file at the server: all sites' signing keys (fedveil members roster)")
     max_weight: int = Field(1, ge=1, le=1_000_000, description="maximum weight of one site; 1 = all count equally")
     noise: Literal["site", "sum"] = Field(

@@ -15,7 +15,7 @@ site. The sites of a sum sign the list of its sites first, unless it is the whol
 | the round ... | what happens |
 |---|---|
 | has too few uploads, or pairs of sites in dispute | the attempt is discarded, and repeated; with a table of entries
-  the round is lost, since a site masks once in such a round |
+  or secure.whole-cohort the round is lost, since a site masks once in such a round |
 | has too few signatures or shares, or an impossible sum | the round is lost: its sites have agreed to a sum, and would
   refuse another attempt; the next round begins with the same state |
 """
@@ -122,8 +122,8 @@ class SecureRoundAttempt(RoundAttempt):
             return self.exchange.server_update(self.server, self._open_sum(), self.server_ctx)
         except (QuorumError, WireError) as error:
             tally.unseen["reason"] = sanitize(str(error), REASON_CHARACTERS)
-            # Its sites may have agreed to a sum, or mask once a round because they send different entries.
-            if attempt.in_sum or attempt.plan.entries:
+            # Its sites may have agreed to a sum, or mask once a round: they send different entries, or sign no sum.
+            if attempt.in_sum or attempt.plan.entries or attempt.plan.is_whole:
                 tally.unseen["lost"] = True
             log(WARNING, "round %s: no sum: %s", self.round + 1, tally.unseen["reason"])
             for site, reason in attempt.faulty.items():
@@ -150,7 +150,8 @@ class SecureRoundAttempt(RoundAttempt):
         deaf: dict[str, str] = {}
         if attempt.needs_agreement:
             deaf |= self._ask_to_agree(seconds)
-        self._ask_to_open(deaf, seconds)
+        if not plan.is_whole:
+            self._ask_to_open(deaf, seconds)
         unseen["deaf"] = deaf
         for site, attached in attempt.uploads.items():
             try:

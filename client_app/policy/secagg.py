@@ -4,7 +4,8 @@
 |---|---|---|
 | require-secure | is refused | - |
 | min-cohort | passes | secure.min-sites must be at least that |
-| min-threshold | passes | secure.threshold must be at least that unless it is 0; then the plan is checked |
+| min-threshold | passes | secure.threshold must be at least that unless it is 0; then the plan is checked;
+  secure.whole-cohort is refused above 1 |
 | min-colluders | passes | secure.max-colluders must be at least that |
 | roster | passes | secure.roster must be set; its digest is compared with the one that the server sends later |
 
@@ -30,6 +31,11 @@ def check_secagg_demands(
         if required:
             raise PolicyError("secure.enabled: this site permits only masked uploads, found false; set it to true")
         return
+    if secure.whole_cohort and min_threshold is not None and min_threshold > 1:
+        raise PolicyError(
+            f"secure.whole-cohort: this site permits only sums to which {min_threshold} sites agree, found true; set "
+            "it to false"
+        )
     asked = (
         ("min-sites", secure.min_sites, min_cohort), ("threshold", secure.threshold or None, min_threshold),
         ("max-colluders", secure.max_colluders, min_colluders),

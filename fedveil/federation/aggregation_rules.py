@@ -29,7 +29,7 @@ from fedveil.contract.entry_table import fewest_senders
 from fedveil.contract.method import AcceptedUpload, Method
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import MessageExchange
-from fedveil.federation.secagg.plan import quorum_of
+from fedveil.federation.secagg.entry_plan import required_uploads
 from fedveil.ops.krum import MultiKrumAggregator, min_uploads
 from fedveil.ops.robust_means import RobustAggregator
 from fedveil.ops.running_sums import RunningSums
@@ -100,6 +100,12 @@ def check_secure(secure: SecureConfig, aggregate: AggregateConfig, cohort: Cohor
             raise ConfigError(f"{key}: expected {expected!r} with secure.enabled ({why}), found {value!r}")
     if secure.threshold == 1:
         raise ConfigError("secure.threshold: expected 0, or at least 2 sites that agree to a sum, found 1")
+    for key, found in ("threshold", secure.threshold), ("graph-degree", secure.graph_degree):
+        if secure.whole_cohort and found:
+            raise ConfigError(
+                f"secure.{key}: expected 0 with secure.whole-cohort (no site agrees to a sum or holds shares), found "
+                f"{found}"
+            )
 
 
 def check_entries(method: Method, secure: SecureConfig, cohort: CohortConfig, sites: int = 0) -> None:
@@ -118,7 +124,7 @@ def check_entries(method: Method, secure: SecureConfig, cohort: CohortConfig, si
     if sites := sites or cohort.sites:
         drawn = cohort_size(cohort.fraction, sites)
         if drawn >= secure.min_sites:
-            quorum = quorum_of(secure.threshold, drawn, secure.max_colluders)
+            quorum = required_uploads(secure, drawn)
             method.check_entries(sites, drawn, fewest_senders(drawn, secure.min_sites, quorum))
 
 

@@ -1,7 +1,8 @@
 """Real sites with their stores, and a server that asks them what it likes and adds up what it learns.
 
 What the server knows is computed from real answers. A masked vector is y_i = x_i + own mask + pair masks, and every
-mask is unknown until t of its secret's shares are known, or its secret. What is left is a system of linear equations;
+mask is unknown until t of its secret's shares are known, or its secret. For a plan of the whole cohort, which has no
+shares, there is no own mask. What is left is a system of linear equations;
 `ComputableSums` are the combinations of the masked vectors in which no unknown mask remains.
 
 The attacker of tests and benchmarks of secure aggregation (fedveil/federation/secagg).
@@ -78,7 +79,7 @@ def terms_of(plan: AttemptPlan, roster: str = "", **changes: Any) -> RoundTerms:
         RoundTerms(
             plan.run, plan.round, plan.attempt, plan.bits, plan.most_weight, plan.bound, plan.noise, plan.least,
             plan.colluding, plan.quorum, plan.neighbours, plan.config, plan.app, roster,
-            has_table=bool(plan.entries), is_alike=bool(plan.broadcast),
+            has_table=bool(plan.entries), is_alike=bool(plan.broadcast), is_whole=plan.is_whole,
         ),
         **changes,
     )  # fmt: skip
@@ -293,6 +294,8 @@ class LyingServer:
     def secret(self, upload: ObservedUpload, other: str) -> bytes | None:
         """Return the secret of the upload's own mask ("") or of a pair, if t shares of it are known."""
         plan = upload.plan
+        if plan.is_whole:  # no share of it exists
+            return None
         shares = {
             plan.place(upload.site, holder): self.shares[upload.number, other, holder]
             for holder in plan.holders(upload.site)
@@ -335,6 +338,8 @@ class LyingServer:
 
     def _is_known(self, upload: ObservedUpload, other: str) -> bool:
         plan = upload.plan
+        if plan.is_whole:  # a vector has no mask of its own, and no share of a pair's exists
+            return not other
         shares = sum((upload.number, other, holder) in self.shares for holder in plan.holders(upload.site))
         return shares >= plan.threshold
 
@@ -344,10 +349,14 @@ class LyingServer:
         for number, factor in combination.items():
             upload, p = self.numbered[number], self.numbered[number].plan.digest
             vector = upload.vector.copy()
-            own = self.secret(upload, "")
-            if own is None or derivations.own_secret_digest(own, p, upload.site) != upload.attached.own:
-                raise StateError(f"{upload.site}: expected the secret of its own mask from its shares, found another")
-            masks = [derivations.own_mask(own, p, upload.site)]
+            masks = []
+            if not upload.plan.is_whole:
+                own = self.secret(upload, "")
+                if own is None or derivations.own_secret_digest(own, p, upload.site) != upload.attached.own:
+                    raise StateError(
+                        f"{upload.site}: expected the secret of its own mask from its shares, found another"
+                    )
+                masks.append(derivations.own_mask(own, p, upload.site))
             for other in upload.plan.partners(upload.site):
                 if (secret := self.pair_secret(upload, other)) is not None:
                     if derivations.pair_secret_digest(secret, p, upload.site, other) != upload.attached.pairs[other]:

@@ -1,7 +1,8 @@
 """Random games of a lying server with real sites, with every rule and without each.
 
 The claim, for plans with q signatures that withstand c colluding sites: of one plan no combination of vectors of fewer
-than max(q, least) - c honest sites, and of all plans of a round none of fewer than q - c. `search` plays until it finds
+than max(q, least) - c honest sites, and of all plans of a round none of fewer than q - c; for plans of whole cohorts m
+stands for q and least. `search` plays until it finds
 something lighter; `RULE_REMOVALS` names the rules without which it does.
 """
 
@@ -20,9 +21,9 @@ from unittest import mock
 from fedveil.errors import PolicyError
 from fedveil.federation.secagg import graph_connectivity, plan_checks
 from fedveil.federation.secagg.plan import AttemptPlan
-from fedveil.federation.secagg.plan_checks import SiteRequirements
+from fedveil.federation.secagg.plan_checks import RoundTerms, SiteRequirements
 from fedveil.federation.secagg.site import SecAggSite
-from fedveil.federation.secagg.state import LivePlan, SiteSecAggState
+from fedveil.federation.secagg.state import Fence, LivePlan, SiteSecAggState
 from fedveil.testing.lying_server import POISONED_BROADCAST, TRUE_BROADCAST, site_names
 from fedveil.testing.lying_server_games import LyingServerGame, SiteList, SiteRequests
 
@@ -31,9 +32,12 @@ __all__ = [
     "REDUNDANT_RULES",
     "RING",
     "RULE_REMOVALS",
+    "WHOLE",
+    "WHOLE_AGAIN",
     "LyingServerScenario",
     "RuleRemoval",
     "claimed_honest_sites",
+    "claimed_in_round",
     "find_violation",
     "least_quorum",
     "plan_numbers",
@@ -55,13 +59,18 @@ def claimed_honest_sites(plan: AttemptPlan, colluding: int) -> int:
     return plan.least_in_sum - colluding
 
 
+def claimed_in_round(plan: AttemptPlan, colluding: int) -> int:
+    """Return the number of honest vectors in every combination of a round's sums of which this plan has the first."""
+    return (len(plan.members) if plan.is_whole else plan.quorum) - colluding
+
+
 def find_violation(game: LyingServerGame, colluding: int) -> int:
     """Return the number of honest vectors in a combination that is lighter than the claim; 0 if there is none."""
     for plan in game.plans:
         if 0 < (found := game.fewest(plan)) < claimed_honest_sites(plan, colluding):
             return found
     found = game.fewest()
-    return found if 0 < found < min(plan.quorum - colluding for plan in game.plans) else 0
+    return found if 0 < found < min(claimed_in_round(plan, colluding) for plan in game.plans) else 0
 
 
 def plan_numbers(sites: int, colluding: int, quorum: int | None = None, **others: Any) -> dict[str, Any]:
@@ -177,7 +186,7 @@ def play_random(scenario: LyingServerScenario, game: LyingServerGame, rng: rando
         if scenario.is_poisoned:
             target = rng.choice(game.honest)
             poisoned_numbers = plan_numbers(len(game.names), scenario.colluding) | {"least": plan.least}
-            poisoned = game.plan(**(attempt | {"broadcast": POISONED_BROADCAST}), **poisoned_numbers)
+            poisoned = game.plan(**(poisoned_numbers | attempt | {"broadcast": POISONED_BROADCAST}))
             shown = [(plan, [target]), (poisoned, [site for site in game.honest if site != target])]
         lists = random_lists(rng, scenario, plan, game)
         for variant, maskers in shown:
@@ -238,6 +247,14 @@ def _require_later_attempt(plan: AttemptPlan, state: SiteSecAggState) -> None:
         raise PolicyError("expected a later attempt")
 
 
+_fence_after = SecAggSite._fence_after
+
+
+def _fence_without_whole(site: SecAggSite, state: SiteSecAggState, plan: AttemptPlan, terms: RoundTerms) -> Fence:
+    fence = _fence_after(site, state, plan, terms)
+    return fence.model_copy(update={"signed": state.fence.signed}) if plan.is_whole else fence
+
+
 def _require_connected_alone(plan: AttemptPlan, sites: Collection[str]) -> None:
     if not graph_connectivity.is_connected(plan, sites, plan.colluding):
         raise PolicyError("expected a connected graph")
@@ -274,6 +291,8 @@ class RuleRemoval:
 
 AGAIN: tuple[dict[str, Any], ...] = ({}, {"attempt": 1})
 RING = {"neighbours": 4, "threshold": 2, "quorum": 7}
+WHOLE: dict[str, Any] = {"quorum": 0, "threshold": 0, "least": 3}  # only the whole cohort's sum opens
+WHOLE_AGAIN: tuple[dict[str, Any], ...] = (WHOLE, {"attempt": 1, **WHOLE})
 RULE_REMOVALS = {
     "one list a plan": RuleRemoval(((SecAggSite, "_save_agreed", _forget_list),), LyingServerScenario(4, 1)),
     "write before answer": RuleRemoval(((SecAggSite, "_save_agreed", _save_after_answer),), LyingServerScenario(4, 1)),
@@ -295,6 +314,10 @@ RULE_REMOVALS = {
     ),
     "once a round": RuleRemoval(
         ((plan_checks, "require_later", _require_later_attempt),), LyingServerScenario(5, 1, AGAIN, cohorts=4),
+    ),
+    "once a round, whole cohorts": RuleRemoval(
+        ((SecAggSite, "_fence_after", _fence_without_whole),),
+        LyingServerScenario(5, 1, WHOLE_AGAIN, cohorts=4, demands={"min_threshold": 1}),
     ),
     "t <= c": RuleRemoval(
         ((plan_checks, "require_connected", _require_connected_alone),),

@@ -184,6 +184,23 @@ def test_a_sum_of_four_needs_four_signatures(runs):
     assert [r.accepted for r in history if not r.unseen.get("lost")] == [SITES] * 2
 
 
+def test_a_whole_cohort_is_one_exchange_and_a_missing_upload_costs_the_round(runs):
+    """The next round begins with the same state, and no site masks twice in the lost one."""
+    whole = SecureConfig(enabled=True, max_weight=10, whole_cohort=True)
+    grid = runs.grid(whole, tamper={"c": lost(asks("train", [1]))})
+    _, history = runs.run(whole, grid)
+    assert [(r.round, r.attempt, bool(r.unseen.get("lost"))) for r in history] == [
+        (0, 0, False), (1, 0, True), (2, 0, False),
+    ]  # fmt: skip
+    assert history[0].unseen == {
+        "sites": 5, "cohort": 5, "quorum": 0, "threshold": 0, "neighbours": 0, "colluding": 1, "deaf": {},
+    }  # fmt: skip
+    assert "expected an upload of each of the 5 sites, found none of c;" in history[1].unseen["reason"]
+    assert history[1].weights == ""
+    assert not any(asks(kind)(m) for m in grid.pushed for kind in ("agree", "open"))
+    assert sum(asks("keys")(m) for m in grid.pushed) == 10  # after the lost round each site is asked again
+
+
 @pytest.mark.long
 def test_a_site_that_is_sent_another_message_than_the_plan_s_trains_nothing(runs, monkeypatch):
     """A server that shows one site other weights."""

@@ -22,7 +22,7 @@ class MaskedUploadPreview:
     Attributes:
         sites: number of participating sites.
         neighbours: number of sites with which a site shares masks; 0 = all.
-        quorum: sites that must agree to a sum.
+        quorum: sites that must agree to a sum; 0 if only sums of whole cohorts open.
         threshold: shares that open a secret.
         length: number of integers in a vector.
         in_clear: names of the values that the method's payload carries unmasked.
@@ -84,7 +84,15 @@ class MaskedUploadPreview:
     def bytes(self) -> int:
         """Return the maximum size of an upload's fields."""
         partners = self.neighbours or self.sites - 1
-        return self.length * self.ring.bits // 8 + most_attached(self.neighbours or self.sites, partners)
+        holders = (self.neighbours or self.sites) if self.quorum else 0
+        return self.length * self.ring.bits // 8 + most_attached(holders, partners)
+
+    @property
+    def _condition(self) -> str:
+        """Return what has to happen before a sum shows."""
+        if not self.quorum:
+            return "all of which must send an upload, since no mask can be removed without one"
+        return f"of which {self.quorum} must agree to a sum before its masks are removed"
 
     def words(self, demands: SiteRequirements) -> list[str]:
         """Return sentences on what leaves the site, and against which adversaries that holds with its policy."""
@@ -106,7 +114,6 @@ class MaskedUploadPreview:
             "  not sent: its number of examples, and the losses, steps and seconds of its training",
             f"  values are clipped to +-{secure.clip_bound:g} here; rounding changes a mean by at most {ring.step:.2g}",
             f"  {counts}",
-            f"With {self.sites} sites, of which {self.quorum} must agree to a sum before its masks are removed, and "
-            f"sums of at least {claim.least_in_sum} sites:",
+            f"With {self.sites} sites, {self._condition}, and sums of at least {claim.least_in_sum} sites:",
             *(f"  {line}" for line in claim.words),
         ]

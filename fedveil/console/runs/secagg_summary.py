@@ -34,7 +34,8 @@ def secagg_note(unseen: Mapping[str, Any]) -> str:
     """Describe an attempt briefly: "sum of 3 of 4 sites, 3 must agree to it; unresponsive: west"."""
     parts = []
     if "sites" in unseen:
-        parts.append(f"sum of {unseen['sites']} of {unseen['cohort']} sites, {unseen['quorum']} must agree to it")
+        needed = f"{unseen['quorum']} must agree to it" if unseen["quorum"] else "it needs all of them"
+        parts.append(f"sum of {unseen['sites']} of {unseen['cohort']} sites, {needed}")
     if deaf := unseen.get("deaf"):
         parts.append(
             "unresponsive: " + ", ".join(f"{sanitize(site, 80)} ({sanitize(why, 200)})" for site, why in deaf.items())
@@ -55,7 +56,8 @@ def attempt_rows(run: RunView) -> list[list[object]]:
 
 def _of_attempt(unseen: Row) -> list[object]:
     deaf = "; ".join(f"{site}: {why}" for site, why in (unseen.get("deaf") or {}).items())
-    return [*(unseen.get(key) for key in ("sites", "cohort", "quorum")), deaf or None, unseen.get("reason")]
+    quorum = unseen.get("quorum") or unseen.get("cohort")  # 0: a sum needs the whole cohort
+    return [unseen.get("sites"), unseen.get("cohort"), quorum, deaf or None, unseen.get("reason")]
 
 
 def secagg_claims(run: RunView) -> list[str]:

@@ -14,6 +14,9 @@ and c sites work with the server. L = max(q, K).
   2 q > m + c, t > c, L - c >= 2 |
 | a server that lies, without a roster | everything | - |
 
+With secure.whole-cohort no share exists: L = m in both rows, and c <= L - 2 suffices. A site then masks once a round,
+so all sums of a round together are one.
+
 A server that lies chooses the run config, the cohort and the plan. So what a site can count on is the least that its
 policy accepts: `EnforcedBounds`. That leaves c sites, those of the policy's min-colluders: with c of them every plan
 that passes has 2 q > m + c, t > c and L >= c + 2, and some plan has no more.
@@ -119,8 +122,8 @@ class AdversaryModel:
     """The adversaries against which an attempt protects.
 
     Attributes:
-        quorum: q.
-        threshold: t.
+        quorum: q; 0 if only sums of whole cohorts open.
+        threshold: t; 0 likewise.
         least: K.
         colluding: sites for which every site checks a graph of neighbors.
         neighbours: 0 = all pairs.
@@ -142,8 +145,10 @@ class AdversaryModel:
     plans_entries: bool | None = False
 
     def __post_init__(self) -> None:
-        if self.threshold < 1 or self.least_in_sum < 2:
-            raise ValueError(f"expected a threshold of 1 or more shares, and sums of 2 or more sites, found {self}")
+        if (self.threshold < 1) != (self.quorum < 1) or self.least_in_sum < 2:
+            raise ValueError(
+                f"expected a threshold of 1 or more shares or no quorum, and sums of 2 or more sites, found {self}"
+            )
 
     @property
     def least_in_sum(self) -> int:
@@ -153,6 +158,8 @@ class AdversaryModel:
     @property
     def curious(self) -> int:
         """Return the maximum number of sites that may collude with a server that follows the protocol."""
+        if not self.threshold:  # no share of any mask exists
+            return self.fewest - 2
         opened = min(self.threshold - 1, self.colluding) if self.neighbours else self.threshold - 1
         return min(opened, self.fewest - 2)
 

@@ -31,11 +31,16 @@ def plan_entries(
     """
     if not exchange.method.plans_entries or len(cohort) < secure.min_sites:
         return None
-    quorum = quorum_of(secure.threshold, len(cohort), secure.max_colluders)
+    quorum = required_uploads(secure, len(cohort))
     fewest = fewest_senders(len(cohort), secure.min_sites, quorum)
     table = exchange.method.plan_entries(exchange.spec, sorted(cohort), fewest, ctx)
     table.require_cohort(cohort, secure.min_sites, quorum, secure.max_colluders)
     return table
+
+
+def required_uploads(secure: SecureConfig, sites: int) -> int:
+    """Return how many sites of a cohort a sum needs: q, or all of them if only sums of whole cohorts open."""
+    return sites if secure.whole_cohort else quorum_of(secure.threshold, sites, secure.max_colluders)
 
 
 def names_to_send(method: Method, table: EntryTable | None, site: str, names: Collection[str]) -> frozenset[str] | None:

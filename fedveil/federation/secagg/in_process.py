@@ -33,7 +33,7 @@ def secagg_config_of(config: SecureConfig) -> SecAggConfig:
     """Return the secure aggregation settings of a run config."""
     return SecAggConfig(
         config.min_sites, config.threshold, config.graph_degree, config.ring_bits, config.max_weight,
-        config.clip_bound, config.max_colluders, config.noise,
+        config.clip_bound, config.max_colluders, config.noise, config.whole_cohort,
     )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ class InProcessSecureSums:
         return RoundTerms(
             self.run, plan.round, plan.attempt, settings.bits, settings.most_weight, settings.bound, settings.noise,
             settings.least, settings.colluding, settings.threshold, settings.neighbours, _CONFIG,
-            roster=self.roster, table=table, has_table=has_table, is_alike=False,
+            roster=self.roster, table=table, has_table=has_table, is_alike=False, is_whole=settings.is_whole,
         )  # fmt: skip
 
     def mask(self, site: str, plan: AttemptPlan, vector: Integers) -> UploadAttachment:

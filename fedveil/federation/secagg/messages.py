@@ -10,7 +10,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from fedveil.errors import WireError
 from fedveil.federation.secagg import crypto
 from fedveil.federation.secagg.derivations import protocol_context
-from fedveil.federation.secagg.plan import AttemptPlan, Prekey
+from fedveil.federation.secagg.plan import AttemptPlan, OptionalDigest, Prekey
 from fedveil.federation.secagg.schema import (
     MOST_BYTES,
     MOST_HOLDERS,
@@ -61,9 +61,10 @@ class UploadAttachment(SecAggMessage):
 
     Attributes:
         plan: its digest p.
-        own: digest of b, the secret of the site's own mask.
+        own: digest of b, the secret of the site's own mask; "" without one, where only the whole cohort's sum opens.
         pairs: digest of the secret that the site shares with each partner.
-        rows: for each holder, the encrypted shares of all these secrets.
+        rows: for each holder, the encrypted shares of all these secrets; where only the whole cohort's sum opens,
+            there are no holders.
         shares: for each holder, the digests of its shares, in their order in the row.
         vector: SHA-256 of the masked vector's bytes.
         next: the site's next prekey.
@@ -72,7 +73,7 @@ class UploadAttachment(SecAggMessage):
 
     kind: Literal["attached"] = "attached"
     plan: Digest
-    own: Digest
+    own: OptionalDigest
     pairs: PairDigests = Field(max_length=MOST_SITES)
     rows: dict[Name, Row] = Field(max_length=MOST_HOLDERS)
     shares: dict[Name, Annotated[tuple[ShareDigest, ...], Field(max_length=1 + MOST_NEIGHBORS, strict=False)]] = Field(

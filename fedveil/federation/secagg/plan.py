@@ -71,8 +71,8 @@ class AttemptPlan(SecAggMessage):
         noise: where the noise reaches its full scale.
         least: minimum number of sites in a sum.
         colluding: c, sites that may work with a lying server.
-        quorum: q, signatures that make a list of a sum's sites count.
-        threshold: t, shares that open a secret.
+        quorum: q, signatures that make a list of a sum's sites count; 0 = only the sum of the whole cohort opens.
+        threshold: t, shares that open a secret; 0 with a quorum of 0.
         neighbours: k, the number of sites with which a site has masks and shares; 0 = all pairs.
         members: the cohort's prekeys, sorted by site.
     """
@@ -92,8 +92,8 @@ class AttemptPlan(SecAggMessage):
     noise: Literal["site", "sum"]
     least: int = Field(ge=1, le=MOST_SITES)
     colluding: int = Field(ge=0, le=MOST_SITES)
-    quorum: int = Field(ge=1, le=MOST_SITES)
-    threshold: int = Field(ge=1, le=MOST_SITES)
+    quorum: int = Field(ge=0, le=MOST_SITES)
+    threshold: int = Field(ge=0, le=MOST_SITES)
     neighbours: int = Field(ge=0, le=MOST_NEIGHBORS)
     members: tuple[Prekey, ...] = Field(min_length=1, max_length=MOST_SITES, strict=False)
 
@@ -103,6 +103,8 @@ class AttemptPlan(SecAggMessage):
             raise ValueError("expected each site once, sorted")
         if self.neighbours % 2 or self.neighbours >= max(len(self.members), 1):
             raise ValueError("expected an even number of neighbors, below the number of sites")
+        if (self.quorum == 0) != (self.threshold == 0) or (self.is_whole and self.neighbours):
+            raise ValueError("expected a quorum and a threshold, or neither of them and no neighbors")
         return self
 
     @cached_property
@@ -116,9 +118,14 @@ class AttemptPlan(SecAggMessage):
         return {member.site: member for member in self.members}
 
     @property
+    def is_whole(self) -> bool:
+        """Return whether only the sum of the whole cohort opens: masks of pairs alone, and no shares of them."""
+        return self.quorum == 0
+
+    @property
     def least_in_sum(self) -> int:
-        """Return max(q, least): the number of sites that a sum has at least."""
-        return max(self.quorum, self.least)
+        """Return the number of sites that a sum has at least: max(q, least), or the whole cohort's."""
+        return len(self.members) if self.is_whole else max(self.quorum, self.least)
 
     @cached_property
     def circle(self) -> list[str]:
@@ -140,6 +147,8 @@ class AttemptPlan(SecAggMessage):
 
     def holders(self, site: str) -> list[str]:
         """Return the sites that hold shares of a site's secrets, sorted. With all pairs the site itself is one."""
+        if self.is_whole:
+            return []
         return self.partners(site) if self.neighbours else self.cohort
 
     def place(self, site: str, holder: str) -> int:

@@ -55,6 +55,7 @@ class RoundTerms:
         has_table: the method sends different entries from different sites, by such a table.
         is_alike: the method sends every site of an attempt the same message.
         state: whether the client round continues from private state.
+        is_whole: the run opens only sums of whole cohorts.
     """
 
     run: str
@@ -75,6 +76,7 @@ class RoundTerms:
     has_table: bool = False
     is_alike: bool = True
     state: StateUse = NO_STATE
+    is_whole: bool = False
 
     @cached_property
     def entry_table(self) -> EntryTable | None:
@@ -85,6 +87,7 @@ class RoundTerms:
 @number_refusals("T1")
 def require_terms(plan: AttemptPlan, terms: RoundTerms) -> None:
     """T1. The plan is the one that instruction and run config describe."""
+    quorum = 0 if terms.is_whole else quorum_of(terms.threshold, len(plan.members), terms.colluding)
     found = {
         "run": plan.run, "round": plan.round, "attempt": plan.attempt, "bits": plan.bits,
         "most_weight": plan.most_weight, "bound": plan.bound, "noise": plan.noise, "least": plan.least,
@@ -94,7 +97,7 @@ def require_terms(plan: AttemptPlan, terms: RoundTerms) -> None:
     expected = {
         "run": terms.run, "round": terms.round, "attempt": terms.attempt, "bits": terms.bits,
         "most_weight": terms.most_weight, "bound": terms.bound, "noise": terms.noise, "least": terms.least,
-        "colluding": terms.colluding, "quorum": quorum_of(terms.threshold, len(plan.members), terms.colluding),
+        "colluding": terms.colluding, "quorum": quorum,
         "config": terms.config, "app": terms.app, "broadcast": terms.is_alike,
     }  # fmt: skip
     for name, value in expected.items():
@@ -173,19 +176,25 @@ def require_unspent(plan: AttemptPlan, site: str, unspent: Prekey | None) -> Non
 
 @number_refusals("T5")
 def require_numbers(plan: AttemptPlan, demands: SiteRequirements) -> None:
-    """T5. The plan's numbers withstand as many colluding sites as it names, and are not below the policy's."""
+    """T5. The plan's numbers withstand as many colluding sites as it names, and are not below the policy's.
+
+    Where only the sum of the whole cohort opens, no site agrees to a sum, so a policy that asks how many must refuses.
+    """
     sites, quorum, colluding = len(plan.members), plan.quorum, plan.colluding
     least = plan.least_in_sum
     required: tuple[tuple[str, int, int], ...] = (
         ("secure.max-colluders", colluding, demands.colluding),
-        ("secure.threshold: 2 q", 2 * quorum, sites + colluding + 1),
-        ("secure.threshold: sites of the cohort", sites, least),
+        *(() if plan.is_whole else (("secure.threshold: 2 q", 2 * quorum, sites + colluding + 1),)),
+        ("secure.threshold: sites of the cohort", sites, max(least, plan.least)),
         ("min-cohort: sites of the cohort", sites, demands.min_cohort),
         ("min-cohort: sites in a sum", least, demands.min_cohort),
         ("secure.min-sites: honest sites in a sum", least - colluding, 2),
-        ("min-threshold: quorum", quorum, demands.min_threshold),
-        ("min-threshold: shares that open a secret", plan.threshold, demands.min_threshold),
     )
+    if not plan.is_whole or demands.min_threshold > 1:
+        required += (
+            ("min-threshold: quorum", quorum, demands.min_threshold),
+            ("min-threshold: shares that open a secret", plan.threshold, demands.min_threshold),
+        )
     if plan.noise == "sum":
         required += (("secure.min-sites: honest sites whose noise counts", plan.least - colluding, 1),)
     for name, found, least_permitted in required:
@@ -233,7 +242,7 @@ def require_entries(plan: AttemptPlan, terms: RoundTerms) -> None:
         raise WireError(f"secure plan: entries: expected {asked} for this method, found {plan.entries or 'none'}")
     if plan.entries or terms.table:
         table = _require_digest(plan, terms.entry_table)
-        table.require_cohort(plan.cohort, plan.least, plan.quorum, plan.colluding)
+        table.require_cohort(plan.cohort, plan.least, plan.least_in_sum, plan.colluding)
 
 
 @number_refusals("A5")

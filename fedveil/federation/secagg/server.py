@@ -40,6 +40,7 @@ class SecAggConfig:
         bits, most_weight, bound: of the ring.
         colluding: c, sites that may work with a lying server.
         noise: where the noise reaches its full scale.
+        is_whole: only sums of whole cohorts open.
     """
 
     least: int = 3
@@ -50,9 +51,12 @@ class SecAggConfig:
     bound: float = 64.0
     colluding: int = 1
     noise: Literal["site", "sum"] = "site"
+    is_whole: bool = False
 
     def quorum(self, sites: int) -> int:
-        """Return q for a cohort of this many sites."""
+        """Return q for a cohort of this many sites; 0 if only sums of whole cohorts open."""
+        if self.is_whole:
+            return 0
         return quorum_of(self.threshold, sites, self.colluding)
 
     def graph(self, sites: int) -> tuple[int, int]:
@@ -61,6 +65,8 @@ class SecAggConfig:
         Raises:
             QuorumError: no number of neighbors withstands as many colluding sites.
         """
+        if self.is_whole:
+            return 0, 0
         if self.neighbours and self.neighbours < sites:
             return self.neighbours, _threshold(sites, self.neighbours, self.colluding)
         if sites <= ALL_PAIRS:
@@ -70,13 +76,18 @@ class SecAggConfig:
     def check_cohort(self, sites: int) -> None:
         """Raise QuorumError if the sites would refuse every plan for a cohort of this many."""
         quorum, colluding = self.quorum(sites), self.colluding
-        least = max(quorum, self.least)
+        least = max(sites if self.is_whole else quorum, self.least)
+        if self.is_whole and sites > ALL_PAIRS:
+            raise QuorumError(
+                f"secure.whole-cohort: expected at most {ALL_PAIRS} sites, found {sites}; set it to false, or lower "
+                "cohort.fraction"
+            )
         if sites < least:
             raise QuorumError(
                 f"secure.min-sites, secure.threshold: expected at least {least} sites with keys, found {sites}; start "
                 "the missing sites, or check why they refuse"
             )
-        if 2 * quorum <= sites + colluding:
+        if not self.is_whole and 2 * quorum <= sites + colluding:
             raise QuorumError(
                 f"secure.threshold: expected more than {(sites + colluding) // 2} of {sites} sites, found {quorum}; "
                 "raise it, or leave it out"

@@ -29,7 +29,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +50,7 @@ from fedveil.federation.secagg.messages import (
 from fedveil.federation.secagg.plan import AttemptPlan, Prekey, agreed_text, list_digest
 from fedveil.federation.secagg.plan_checks import RoundTerms, SiteRequirements
 from fedveil.federation.secagg.refusals import AuditLogWriter, ignore_entry, log_refusals, number_refusals
-from fedveil.federation.secagg.state import LivePlan, SecAggStore, SiteSecAggState, UnspentPrekey
+from fedveil.federation.secagg.state import Fence, LivePlan, SecAggStore, SiteSecAggState, UnspentPrekey
 
 log = logging.getLogger("fedveil.secure")
 
@@ -137,30 +137,29 @@ class SecAggSite:
                 for dealer in plan.cohort
                 if self.name in plan.holders(dealer)
             }
-            live = LivePlan(plan=p, rows=rows, boot=self._boot(), phase="masked", list="", answer=None)
-            fence = state.fence.model_copy(
-                update={
-                    "masked": (plan.round, plan.attempt),
-                    "kept": state.fence.kept or terms.state == "continues",
-                    # If only some sites send an entry, a second attempt could isolate one site's part of it.
-                    "signed": plan.round if plan.entries else state.fence.signed,
-                }
-            )
+            live: LivePlan | None = LivePlan(plan=p, rows=rows, boot=self._boot(), phase="masked", list="", answer=None)
+            if plan.is_whole:  # there is nothing to sign or to open
+                live = None
+            fence = self._fence_after(state, plan, terms)
             after = _with_new_prekey(state.model_copy(update={"live": live, "fence": fence}))
             self.store.save(after)  # the old prekey's private half is overwritten before anything leaves
             self.audit_log("masked", {**self._identify(plan), **_describe_plan(plan)})
-        secret = os.urandom(shamir.SECRET_BYTES)
         pairs = {other: derivations.pair_secret(shared[other], p, self.name, other) for other in partners}
         masks = [derivations.pairwise_mask(pairs[other], p, self.name, other) for other in partners]
-        mask_streams.add_masks(vector, [derivations.own_mask(secret, p, self.name), *masks])
-        holders = plan.holders(self.name)
-        shares = shamir.split_secrets([secret, *(pairs[o] for o in partners)], plan.threshold, len(holders))
+        holders, own = plan.holders(self.name), ""
+        shares: Sequence[Sequence[bytes]] = []
+        if not plan.is_whole:
+            secret = os.urandom(shamir.SECRET_BYTES)
+            own = derivations.own_secret_digest(secret, p, self.name)
+            masks.append(derivations.own_mask(secret, p, self.name))
+            shares = shamir.split_secrets([secret, *(pairs[o] for o in partners)], plan.threshold, len(holders))
+        mask_streams.add_masks(vector, masks)
         following = self._prekey_of(after)
         assert following is not None
         return sign_statement(
             UploadAttachment(
                 plan=p,
-                own=derivations.own_secret_digest(secret, p, self.name),
+                own=own,
                 pairs={o: derivations.pair_secret_digest(s, p, self.name, o) for o, s in pairs.items()},
                 rows={
                     holder: derivations.encrypt_row(
@@ -181,6 +180,18 @@ class SecAggSite:
             ),
             self.name,
             self.signing_key,
+        )
+
+    def _fence_after(self, state: SiteSecAggState, plan: AttemptPlan, terms: RoundTerms) -> Fence:
+        """Return the fence of a site that masks for a plan."""
+        return state.fence.model_copy(
+            update={
+                "masked": (plan.round, plan.attempt),
+                "kept": state.fence.kept or terms.state == "continues",
+                # If only some sites send an entry, a second attempt could isolate one site's part of it; and the sum
+                # of a whole cohort opens without a signature.
+                "signed": plan.round if plan.entries or plan.is_whole else state.fence.signed,
+            }
         )
 
     def agree(self, asked: AgreeRequest) -> AgreeResponse:

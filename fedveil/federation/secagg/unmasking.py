@@ -5,6 +5,7 @@
 | an upload of another plan, with a wrong signature, digest or holder | it is refused; its site is silent |
 | both ends of a pair name different secrets | the attempt is thrown away before a list is signed; see `disputes` |
 | fewer uploads than max(q, least), or a graph that c sites can cut | the attempt is discarded; no site signs a list |
+| any upload is missing, and only the whole cohort's sum opens | the round is lost: its sites mask once in it |
 | fewer than q signatures of the list, or than t shares of a secret | the round is lost: sites have agreed to a sum |
 | a share that does not match the digest that its site gave | it is left out, and others are waited for |
 | shares that match but open another secret | the round is lost, and their site is `faulty`: it signed both |
@@ -89,9 +90,12 @@ class UnmaskingAttempt:
                 f"secure: expected shares of {site} for exactly its holders and partners, found shares for different "
                 "sites"
             )
+        if plan.is_whole == bool(attached.own):
+            asked = "no mask" if plan.is_whole else "a mask"
+            raise WireError(f"secure: expected {asked} of {site} alone beside those of its pairs, found the opposite")
         count = 1 + len(partners)
-        rows = {len(row) // 2 for row in attached.rows.values()}
-        if {len(shares) for shares in attached.shares.values()} != {count} or rows != {derivations.row_bytes(count)}:
+        rows = {(len(shares), len(attached.rows[holder]) // 2) for holder, shares in attached.shares.items()}
+        if rows - {(count, derivations.row_bytes(count))}:
             raise WireError(
                 f"secure: expected {count} shares of {site} for each holder, found a different number or size"
             )
@@ -139,6 +143,11 @@ class UnmaskingAttempt:
             QuorumError: the sites would sign no such list; none is asked.
         """
         plan, sites = self.plan, sorted(self.uploads)
+        if plan.is_whole and self.silent:
+            raise QuorumError(
+                f"secure.whole-cohort: expected an upload of each of the {len(plan.members)} sites, found none of "
+                f"{', '.join(self.silent)}; without it no mask can be removed"
+            )
         if len(sites) < plan.least_in_sum:
             raise QuorumError(
                 f"secure.min-sites, secure.threshold: expected a sum of at least {plan.least_in_sum} sites, found "
@@ -174,12 +183,14 @@ class UnmaskingAttempt:
         self.agreed[site] = answer.signature
 
     def open_requests(self) -> dict[str, OpenRequest]:
-        """Return the request for shares to each site of the closed list.
+        """Return the request for shares to each site of the closed list; none if the pairs' masks cancel without.
 
         Raises:
             QuorumError: too few sites have signed the list; none would open its shares.
         """
         plan = self.plan
+        if plan.is_whole:
+            return {}
         if self.needs_agreement and len(self.agreed) < plan.quorum:
             raise QuorumError(
                 f"secure.threshold: expected {plan.quorum} sites to sign the list of the sum, found {len(self.agreed)}"
@@ -245,7 +256,7 @@ class UnmaskingAttempt:
         return good == len(found)
 
     def _secrets(self) -> Iterator[Secret]:
-        for site in self.in_sum:
+        for site in () if self.plan.is_whole else self.in_sum:
             yield site, ""
             for other in self.plan.partners(site):
                 if other not in self.uploads:

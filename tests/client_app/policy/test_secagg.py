@@ -39,6 +39,16 @@ DEMANDS = f'require-secure = true\nmin-cohort = 4\nmin-threshold = 4\nroster = "
         ("require-secure = true", {}, "secure.enabled: this site permits only masked uploads, found false"),
         (DEMANDS, SECURE | {"secure.min-sites": 3}, "secure.min-sites: this site permits at least 4, found 3"),
         (DEMANDS, SECURE | {"secure.threshold": 3}, "secure.threshold: this site permits at least 4, found 3"),
+        (
+            DEMANDS,
+            SECURE | {"secure.threshold": 0, "secure.whole-cohort": True},
+            "secure.whole-cohort: this site permits only sums to which 4 sites agree, found true",
+        ),
+        (
+            "require-secure = true",
+            {"secure.enabled": True, "secure.whole-cohort": True},
+            "secure.whole-cohort: this site permits False",
+        ),
         (DEMANDS, SECURE | {"secure.roster": ""}, f"secure.roster: this site permits {ROSTER}, found none"),
         (
             DEMANDS + "\nmin-colluders = 2",

@@ -94,9 +94,26 @@ def test_in_plain_words(tmp_path, capsys):
     assert "FORBIDS it: secure.min-sites: this site permits at least 6, found 5" in capsys.readouterr().out
 
 
+def test_a_sum_of_the_whole_cohort_alone(capsys):
+    sets = ["secure.enabled=true", "secure.whole-cohort=true", "secure.min-sites=5", "cohort.sites=7"]
+    chosen = [word for pair in ["method.name=fedavg", *sets] for word in ("--set", pair)]
+    assert main(["explain", *chosen]) == 0
+    stdout = capsys.readouterr().out
+    for words in (
+        "With 7 sites, all of which must send an upload, since no mask can be removed without one, and sums of at",
+        "Holds against an honest but curious server and up to 3 sites with it.",
+    ):
+        assert words in stdout, words
+
+
 @pytest.mark.parametrize(
     "config,sites,reason",
     [
+        (
+            {"secure.whole-cohort": True, "secure.threshold": 4},
+            7,
+            "secure.threshold: expected 0 with secure.whole-cohort",
+        ),
         ({"secure.threshold": 4}, 3, "secure.threshold: expected at least 4 sites with keys, found 3; .* with --sites"),
         ({"secure.threshold": 3}, 6, r"secure\.threshold: expected more than 3 of 6 sites, found 3"),
         ({"secure.max-colluders": 3}, 4, r"2 sites more than the 3 that may collude \(secure\.max-colluders\)"),

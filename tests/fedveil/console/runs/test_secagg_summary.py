@@ -89,6 +89,15 @@ def test_each_attempt_is_a_row(make_run):
     ]
 
 
+def test_a_sum_of_a_whole_cohort_needs_all_its_sites(make_run):
+    folder = masked(make_run())
+    text = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(text.replace('"quorum": 3', '"quorum": 0'))
+    run = load_run(folder)
+    assert secagg_summary.attempt_rows(run)[0] == [1, 1, 4, 4, 4, None, None]
+    assert secagg_summary.secagg_note(run.unseen[0]["unseen"]) == "sum of 4 of 4 sites, it needs all of them"
+
+
 def test_bytes_of_questions_count_beside_the_messages_of_the_ledger(make_run):
     folder = make_run()
     before = load_run(folder).upload_bytes
