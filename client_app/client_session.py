@@ -29,8 +29,7 @@ from fedveil.client_app.instruction import ClientAssignment
 from fedveil.client_app.policy import decisions
 from fedveil.client_app.ranks.launcher import RankLauncher, at_first, count_ranks
 from fedveil.client_app.site_columns import describe_site_columns, name_site_columns
-from fedveil.client_app.state.data_marks import is_mark
-from fedveil.client_app.state.data_sets import SiteDataset, remove_shelves, shelf_of
+from fedveil.client_app.state.data_sets import ID_FILE, SiteDataset, remove_shelves, shelf_of
 from fedveil.client_app.state.held_out_record import HeldOutRecord
 from fedveil.client_app.state.withdrawn_units import WithdrawalRecord, WithdrawnUnits
 from fedveil.client_app.trainer_stack import build_trainer, why_counts_stay
@@ -253,7 +252,7 @@ def _leave_out(withdrawn: WithdrawnUnits, own: str, prepared: PreparedData, data
 
 
 def _fingerprint(folder: Path) -> Fingerprint:
-    """Return names, sizes and modification times of the files in a data folder without marks, or of a single file.
+    """Return names, sizes and modification times of the files in a data folder without its id, or of a single file.
 
     Of its subfolders only those that hold the files of the training split are looked into.
     """
@@ -261,9 +260,5 @@ def _fingerprint(folder: Path) -> Fingerprint:
     if folder.is_dir():
         files += [file for file in find_split_files(folder, "train") if file.parent != folder]
     names = (file.relative_to(folder).as_posix() if file != folder else file.name for file in files)
-    stats = [
-        (name, file.stat())
-        for name, file in zip(names, files, strict=True)
-        if file.is_file() and not is_mark(file.name)
-    ]
+    stats = [(name, file.stat()) for name, file in zip(names, files, strict=True) if file.is_file() and name != ID_FILE]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)

@@ -24,12 +24,12 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedveil import rng, tasks
+from fedveil import rng
 from fedveil.client_app.client_round import ClientRound, LoadedTask, SiteData
 from fedveil.client_app.guards.broadcast_guard import BroadcastGuard
 from fedveil.client_app.guards.example_counter import ExampleCounter
 from fedveil.client_app.state.client_state import open_ledger
-from fedveil.client_app.state.data_sets import DataWitness
+from fedveil.client_app.state.data_sets import FolderWitness
 from fedveil.client_app.state.held_out_record import HeldOutRecord
 from fedveil.contract import held_out_report
 from fedveil.contract.method import Method, RoundContext
@@ -134,11 +134,10 @@ def open_charger(round_: ClientRound, guarantee: PrivacyGuarantee) -> RunCharger
             "(unit-column of the node config), which it protects less; agree on dp.unit-column with the run"
         )
     terms = RunTerms(assignment.order.run, guarantee.budget, rounds, most, unit, site.site)
-    data, is_alone = Path(assignment.data), _reads_file_alone(round_)
-    witness = None if site.shares_data else DataWitness.open(data, site.data_set, is_alone)
+    witness = None if site.shares_data else FolderWitness.open(Path(assignment.data), site.data_set)
     if witness is not None:
         for limit in witness.limits:
-            log.warning("privacy ledger: %s: %s", witness.data, limit)
+            log.warning("privacy ledger: %s: %s", witness.folder, limit)
     ledger = open_ledger(site.state_dir, round_.seal)
     return RunCharger(ledger, terms, policy.budget, witness, policy.after_open)
 
@@ -146,15 +145,9 @@ def open_charger(round_: ClientRound, guarantee: PrivacyGuarantee) -> RunCharger
 def note_open(round_: ClientRound, why: str) -> None:
     """Write the open entry of this run in the site's ledger, and in its witness if it has one. Raises StateError."""
     assignment = round_.assignment
-    data, is_alone = Path(assignment.data), _reads_file_alone(round_)
-    witness = None if assignment.site.shares_data else DataWitness.find(data, is_alone)
+    folder = None if assignment.site.shares_data else FolderWitness.find(Path(assignment.data))
     ledger = open_ledger(assignment.site.state_dir, round_.seal)
-    ledger.note_open(assignment.order.run, why, round_.policy.budget, witness)
-
-
-def _reads_file_alone(round_: ClientRound) -> bool:
-    """Return whether a data file is all that the run's task reads, so that other data near it are not this run's."""
-    return tasks.task_info(round_.assignment.config.task.name).is_file_alone
+    ledger.note_open(assignment.order.run, why, round_.policy.budget, folder)
 
 
 def refuse_score(round_: ClientRound, data: SiteData) -> int:

@@ -1,55 +1,64 @@
-"""A site's data sets: their names, and the mark that binds a site's data to one privacy ledger (data_marks.py).
+"""A site's data sets: their names, and the mark that binds a data folder to one privacy ledger.
 
-The mark's id names the data set for its prepared and held-out examples. The node config's `data-set` takes its place.
-The privacy ledger uses neither: the mark is its witness (fedveil.privacy.ledger), written before each use of examples.
+    <data folder>/.fedveil-data-set     {"fedveil-data-set": 2, "id": 32 hex digits,
+                                         "ledger": {"tag": ..., "changes": ..., "entries": ..., "head": ...}}
+
+The id names the data set for its prepared and held-out examples. The node config's `data-set` takes its place. The
+privacy ledger uses neither: `ledger` is its witness (fedveil.privacy.ledger), written before each use of examples.
 
 | case | result |
 |---|---|
-| the first private run on the data | its folder gets the mark with the ledger's tag, before any example is used |
-| the data is one file, and the task reads nothing beside it | the file gets the mark, and not its folder |
-| the data is one file, and the task may read others, such as pictures | as if the file's folder were the data |
-| the mark names the ledger of another state folder | StateError; `fedveil site ledger adopt` moves the history |
-| two state folders begin on the data at once | the mark is locked: the second reads the first one's tag |
-| two paths, or a link, to the same data | one mark, because links are resolved first |
-| a copy of the data, with the mark or without it | the state folder's ledger counts for it too |
+| the first private run on the folder | the folder gets the file with the ledger's tag, before any example is used |
+| the file names the ledger of another state folder | StateError; `fedveil site ledger adopt` moves the history |
+| two state folders begin on the folder at once | the file is locked: the second reads the first one's tag |
+| two paths, or a link, to one folder; the data is one file of it | one id file, because links are resolved first |
+| a copy of the folder, with the file or without it | the state folder's ledger counts for it too |
 | the folder is not writable, and the node config has no `data-set` | ConfigError, before any charge |
 | the folder is not writable, and the node config has `data-set` | no witness is written: that name is the site's word
   that no other state folder uses this data, and that nobody restores an older ledger; the log says so in each round |
-| data in this data, a folder around it, or the target of a link in it has the mark of another state folder's ledger; or
-  a marked file near it may have another name in it (overlapping_data.py) | StateError: they may have the same rows |
+| a folder in this one, one around it, or the target of a link in it has the mark of another state folder's ledger |
+  StateError: they may have the same rows |
 | links lead out of the folder, or it has too many entries to be looked through | the log says what was not looked for |
-| a mark of version 1, which names no ledger | read, and written with the ledger's tag at the next private run |
-| the mark is damaged | StateError: nothing is charged until the site has restored it |
-| the mark's lock is held for a minute by another process | StateError: nothing is charged; the log says so after two
+| a file of version 1, which names no ledger | read, and written with the ledger's tag at the next private run |
+| the file is damaged | StateError: nothing is charged until the site has restored it |
+| the file's lock is held for a minute by another process | StateError: nothing is charged; the log says so after two
   seconds |
 
-A mark of an earlier build, which all users could read, is closed at the next private run.
+Only its owner can read the file, so no other user can hold its lock. A file of an earlier build, which all users could
+read, is closed at the next private run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 import os
+import re
+import secrets
 import shutil
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 from typing_extensions import override
 
-from fedveil.client_app.state.data_marks import ID_FILE, create_mark, mark_path, read_mark, write_mark
-from fedveil.client_app.state.overlapping_data import MAX_ENTRIES, find_marks, scan_data
+from fedveil.client_app.state.overlapping_data import MAX_ENTRIES, FolderScan, find_id_files, scan_folder
 from fedveil.errors import ConfigError, StateError
-from fedveil.privacy.ledger import LedgerWitness, NearbyMark, WitnessMark
+from fedveil.privacy.ledger import LedgerWitness, WitnessMark
+from fedveil.records.atomic_files import sync_folder
 from fedveil.records.file_locks import lock_within
 
 if TYPE_CHECKING:
     from fedveil.contract.task import ExampleOrigin
 
+ID_FILE = ".fedveil-data-set"
 PREPARED = ".prepared"  # below the site's state folder: prepared examples, by data set (fedveil/data/dataset_cache.py)
+_VERSION = 2
+_LARGEST_BYTES = 1000
 _QUIET_SECONDS, _LOCK_SECONDS = 2.0, 60.0  # of waiting for the id file's lock: before the log says so, and in all
 
 log = logging.getLogger("fedveil.private")
@@ -75,7 +84,7 @@ class SiteDataset:
             ConfigError: it has no id, and none can be written.
             StateError: its id file cannot be read.
         """
-        return cls(given or read_mark(_create(_folder(data))).id, data)
+        return cls(given or _id_of(_folder(data)), data)
 
     def relative_origins(self, origins: Iterable[ExampleOrigin | None]) -> list[ExampleOrigin | None]:
         """Return the origins with each file's path below the data set, so that the folder may move."""
@@ -93,62 +102,35 @@ class SiteDataset:
 
 @final
 @dataclass(frozen=True)
-class DataWitness(LedgerWitness):
-    """The witness of the privacy ledger in the mark of a site's data.
+class FolderWitness(LedgerWitness):
+    """The witness of the privacy ledger in a data folder's id file.
 
     Attributes:
-        data: the resolved folder, or the resolved file if the mark is to be that file's alone.
-        is_writable: whether the mark can be written; otherwise it is only read.
+        folder: the resolved data folder.
+        is_writable: whether the file can be written; otherwise it is only read.
+        is_tree: whether the data is the folder, and not one file in it.
     """
 
-    data: Path
+    folder: Path
     is_writable: bool = True
+    is_tree: bool = True
 
     @classmethod
-    def open(cls, data: Path, given: str, is_file_alone: bool = False) -> DataWitness:
-        """Return the witness for a private run on `data`.
-
-        Args:
-            given: the node config's `data-set`.
-            is_file_alone: whether nothing else is read if the data is a file, so that its folder needs no mark.
-
-        Raises:
-            ConfigError: no mark can be written, and `given` is "".
-        """
-        witness = cls._at(data, is_file_alone)
+    def open(cls, data: Path, given: str) -> FolderWitness:
+        """Return the witness for a private run on `data`. Raises ConfigError if a folder without name holds none."""
+        witness = cls(_folder(data), os.access(_folder(data), os.W_OK), data.is_dir())
         if not witness.is_writable and not given:
             raise _no_place(witness.folder, "a folder that cannot be written")
         return witness
 
     @classmethod
-    def find(cls, data: Path, is_file_alone: bool = False) -> DataWitness | None:
-        """Return the witness that a run without a claim must respect; None if the data has none."""
-        witness = cls._at(data, is_file_alone)
-        if witness.path.exists():
-            return witness
-        witness = replace(witness, is_writable=False)
-        return witness if witness.read_others("") else None
-
-    @classmethod
-    def find_marked(cls, data: Path, given: str) -> DataWitness:
-        """Return the witness in the mark that a person means by `data`: of that file, else of its folder."""
-        is_file_alone = not data.is_dir() and mark_path(data.resolve()).exists()
-        return cls.open(data, given, is_file_alone)
-
-    @classmethod
-    def _at(cls, data: Path, is_file_alone: bool) -> DataWitness:
+    def find(cls, data: Path) -> FolderWitness | None:
+        """Return the witness that a run without a claim must respect; None if the folder has none."""
         folder = _folder(data)
-        return cls(data.resolve() if is_file_alone else folder, os.access(folder, os.W_OK))
-
-    @property
-    def path(self) -> Path:
-        """Return the mark's place."""
-        return mark_path(self.data)
-
-    @property
-    def folder(self) -> Path:
-        """Return the folder of the mark."""
-        return self.path.parent
+        if (folder / ID_FILE).exists():
+            return cls(folder, os.access(folder, os.W_OK), data.is_dir())
+        witness = cls(folder, is_writable=False, is_tree=data.is_dir())
+        return witness if witness.read_others() else None
 
     @override
     @contextlib.contextmanager
@@ -156,22 +138,22 @@ class DataWitness(LedgerWitness):
         if not self.is_writable:
             yield
             return
-        _create(self.data)  # before the others are looked for: of two state folders that begin at once, one is found
+        _id_of(self.folder)  # before the others are looked for: of two state folders that begin at once, one is found
         with contextlib.ExitStack() as stack:
-            for path in sorted((self.path, *self._find_others(""))):  # so that no two wait for each other
+            for path in sorted((self.folder / ID_FILE, *self._others)):  # so that no two wait for each other
                 stack.callback(os.close, self._locked_file(path))  # which releases it
             yield
 
     def _locked_file(self, path: Path) -> int:
-        """Return a locked descriptor of a mark; this data's own is created if it is gone. Raises StateError."""
+        """Return a locked descriptor of an id file; this folder's own is created if it is gone. Raises StateError."""
         while True:
-            if path == self.path:
-                _create(self.data)
+            if path.parent == self.folder:
+                _id_of(self.folder)
             try:
                 flags = os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in its place must not hold the site
                 lock = os.open(path, flags | (os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY))
             except FileNotFoundError as error:
-                if path == self.path:
+                if path.parent == self.folder:
                     continue
                 raise _no_lock(path, error) from error
             except OSError as error:
@@ -191,15 +173,20 @@ class DataWitness(LedgerWitness):
                 raise
             os.close(lock)
 
-    def _find_others(self, tag: str) -> tuple[Path, ...]:
-        """Return the marks of other data that may have the same rows, outermost first."""
-        mark = self.read()
-        return find_marks(self.data, scan_data(self.data), tag or (mark.tag if mark is not None else ""))
+    @property
+    def _others(self) -> tuple[Path, ...]:
+        """Return the id files of other folders that may have the same rows, outermost first."""
+        return find_id_files(self.folder, self._scan, ID_FILE)
+
+    @property
+    def _scan(self) -> FolderScan:
+        """Return what the folder's tree has, anew each time: a link or a mark may have come since."""
+        return scan_folder(self.folder, ID_FILE) if self.is_tree else FolderScan()
 
     @property
     def limits(self) -> list[str]:
         """Return what the witness cannot find, as sentences."""
-        scan, sentences = scan_data(self.data), list[str]()
+        scan, sentences = self._scan, list[str]()
         if self.is_absent:
             sentences.append(
                 "it cannot be written, so nothing in it names this site's ledger, and data-set stands for the site's "
@@ -224,33 +211,28 @@ class DataWitness(LedgerWitness):
     @property
     @override
     def place(self) -> str:
-        return str(self.path)
+        return str(self.folder / ID_FILE)
 
     @override
     def read(self) -> WitnessMark | None:
-        return read_mark(self.path).ledger if self.path.exists() else None
+        path = self.folder / ID_FILE
+        return _mark_in(path) if path.exists() else None
 
     @override
-    def read_others(self, tag: str) -> list[NearbyMark]:
-        marks = ((path, read_mark(path)) for path in self._find_others(tag))
-        return [
-            NearbyMark(str(path), str(path.parent / mark.file), mark.ledger)
-            for path, mark in marks
-            if mark.ledger is not None
-        ]
+    def read_others(self) -> list[tuple[str, WitnessMark]]:
+        marks = ((str(path), _mark_in(path)) for path in self._others)
+        return [(place, mark) for place, mark in marks if mark is not None]
 
     @override
     def write(self, mark: WitnessMark) -> None:
         if not self.is_writable:
             return
+        path = self.folder / ID_FILE
+        name = _read_whole(path)["id"] if path.exists() else secrets.token_hex(16)
         try:
-            before = read_mark(_create(self.data))
-            if before.file:
-                with contextlib.suppress(FileNotFoundError):  # a file that is gone keeps its last version
-                    before = before.add_version(self.data)
-            write_mark(self.path, replace(before, ledger=mark))
+            _write(path, {"fedveil-data-set": _VERSION, "id": name, "ledger": asdict(mark)}, is_new=False)
         except OSError as error:
-            raise StateError(f"{self.path}: cannot write the privacy ledger's witness: {error}; free space") from error
+            raise StateError(f"{path}: cannot write the privacy ledger's witness: {error}; free space") from error
 
 
 def shelf_of(state_dir: Path, data: Path, given: str = "") -> Path:
@@ -260,8 +242,8 @@ def shelf_of(state_dir: Path, data: Path, given: str = "") -> Path:
     """
     folder = _folder(data)
     try:
-        name = given or read_mark(folder / ID_FILE).id
-    except StateError:
+        name = given or _read(folder / ID_FILE)
+    except (OSError, ValueError, KeyError, TypeError):
         name = f"path-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:32]}"
     return state_dir.expanduser() / PREPARED / name
 
@@ -281,12 +263,20 @@ def _folder(data: Path) -> Path:
     return real if real.is_dir() else real.parent
 
 
-def _create(data: Path) -> Path:
-    """Return the place of the mark of resolved data, which is created if it has none. Raises ConfigError."""
-    try:
-        return create_mark(data)
-    except OSError as error:
-        raise _no_place(data if data.is_dir() else data.parent, type(error).__name__) from None
+def _id_of(folder: Path) -> str:
+    path = folder / ID_FILE
+    if not path.exists():
+        try:
+            _write(path, {"fedveil-data-set": _VERSION, "id": secrets.token_hex(16)}, is_new=True)
+        except OSError as error:
+            raise _no_place(folder, type(error).__name__) from None
+    return str(_read_whole(path)["id"])
+
+
+def _mark_in(path: Path) -> WitnessMark | None:
+    """Return the mark in an id file; None if it has none. Raises StateError."""
+    ledger = _read_whole(path).get("ledger")
+    return None if ledger is None else WitnessMark(**ledger)
 
 
 def _no_place(folder: Path, found: str) -> ConfigError:
@@ -322,3 +312,67 @@ def _wait_for_lock(descriptor: int, path: Path) -> None:
         "changed and no example was used: let a charge of another state folder end, or find the process with lslocks "
         "and end it; then start this round again"
     )
+
+
+def _read(path: Path) -> str:
+    """Return the id in the file. Raises OSError, ValueError, KeyError or TypeError."""
+    return str(_parse(path)["id"])
+
+
+def _read_whole(path: Path) -> dict[str, Any]:
+    """Return the file's content. Raises StateError."""
+    try:
+        return _parse(path)
+    except PermissionError:
+        raise StateError(
+            f"{path}: expected a file that this user can read, found one of another user, so another site trains on "
+            "this data, or this one did as another user; run this site as the file's owner, and the other one no more"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        fault = f"none that can be read ({type(error).__name__})"
+    raise StateError(
+        f"{path}: expected the id of a data set, version {_VERSION}, found {fault}; restore it from a backup: "
+        "without it the privacy spent on its rows is unknown"
+    )
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would block otherwise
+    with os.fdopen(descriptor) as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("no regular file")
+        text = file.read(_LARGEST_BYTES)
+    try:
+        content = dict(json.loads(text))
+    except RecursionError:
+        raise ValueError("brackets nested too deeply to read") from None
+    if content["fedveil-data-set"] not in (1, _VERSION) or not re.fullmatch(r"[0-9a-f]{32}", content["id"]):
+        raise ValueError("another version or id")
+    if (mark := content.get("ledger")) is not None:
+        sound = re.fullmatch(r"[0-9a-f]{32} [0-9a-f]{16}", f"{mark['tag']} {mark['head']}")
+        if type(mark["entries"]) is int:  # earlier builds stored their number, which does not say which they were
+            content["ledger"] = mark = {**mark, "entries": ""}
+        is_hash = isinstance(mark["entries"], str) and re.fullmatch(r"[0-9a-f]{16}|", mark["entries"])
+        if not sound or not is_hash or type(mark["changes"]) is not int or len(mark) != 4:
+            raise ValueError("another witness")
+        if mark["changes"] < 1:
+            raise ValueError("a witness of no change")
+    return content
+
+
+def _write(path: Path, content: Mapping[str, Any], is_new: bool) -> None:
+    """Write the file atomically; if it is to be new, another process's file stays. Raises OSError."""
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    try:
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(json.dumps(content))
+            file.flush()
+            os.fsync(file.fileno())
+        if is_new:
+            with contextlib.suppress(FileExistsError):
+                os.link(partial, path)
+        else:
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(path.parent)

@@ -203,8 +203,6 @@ class TaskInfo:
         drops: whether it can leave out rows without texts (task.empty-texts).
         templates: whether a source may be formed from several columns (task.source-template).
         texts: the columns whose numbers are texts for its model, so that they stay as they are written in the file.
-        is_file_alone: whether it reads nothing else where the data is a file, such as pictures that the rows name. The
-            privacy ledger then marks that file, and otherwise its folder.
         labels: whether an example may have any number of classes (task.multi-label).
         divisible: whether several processes, each with part of a batch, speed up its training.
         metrics: every score of its `evaluate` by name, under that section of the run config; always includes
@@ -219,7 +217,6 @@ class TaskInfo:
     drops: bool = False
     templates: bool = False
     texts: Callable[[TaskConfig], tuple[str, ...]] = lambda _: ()
-    is_file_alone: bool = False
     labels: bool = False
     divisible: bool = True
     metrics: Callable[[TaskConfig], Metrics] = loss_metric

@@ -10,8 +10,8 @@ The order of a charge: lock; read and verify the ledger and its witness; decide;
 witness; only then are batches drawn, and examples used. A crash in between leaves a charge without a use, and a
 repeated client round is charged again.
 
-A witness is outside the state folder, in the mark of the site's data (client_app/state/data_marks.py). It has the
-ledger's tag, number of changes, a hash of what its entries reserve, and its last head. A restored ledger is behind its
+A witness is a mark outside the state folder, in the data folder's id file (client_app/state/data_sets.py): the ledger's
+tag, its number of changes, a hash of what its entries reserve, and its last head. A restored ledger is behind its
 witness. The witness is locked during a charge, so of two state folders that begin on the same data at once
 only one gets it.
 
@@ -70,7 +70,7 @@ from fedveil.privacy.ledger_account import (
 )
 from fedveil.records.atomic_files import read_checksummed, write_atomic, write_checksummed
 
-__all__ = ["LedgerWitness", "NearbyMark", "PrivacyLedger", "RunCharger", "StoredAccount", "WitnessMark"]
+__all__ = ["LedgerWitness", "PrivacyLedger", "RunCharger", "StoredAccount", "WitnessMark"]
 
 FILE = "ledger.json"
 _VERSION = 4
@@ -98,21 +98,6 @@ class WitnessMark:
     head: str
 
 
-@dataclass(frozen=True)
-class NearbyMark:
-    """A mark of other data that may have the same examples.
-
-    Attributes:
-        place: the mark's path, for messages.
-        data: path of that data.
-        mark: what it knows.
-    """
-
-    place: str
-    data: str
-    mark: WitnessMark
-
-
 class LedgerWitness(Protocol):
     """A place outside the state folder that remembers a ledger's last change."""
 
@@ -125,12 +110,8 @@ class LedgerWitness(Protocol):
         """Return the mark; None if there is none. Raises StateError if it is unreadable."""
         ...
 
-    def read_others(self, tag: str) -> Sequence[NearbyMark]:
-        """Return the marks of other data that may have the same examples. Raises StateError.
-
-        Args:
-            tag: of the ledger, whose own marks near the data are returned too.
-        """
+    def read_others(self) -> Sequence[tuple[str, WitnessMark]]:
+        """Return the marks of other places that may have the same examples, with their paths. Raises StateError."""
         ...
 
     def write(self, mark: WitnessMark) -> None:
@@ -312,15 +293,15 @@ class PrivacyLedger:
         """Return the witness's mark. Raises StateError if the ledger does not contain what the witness has seen."""
         if witness is None:
             return None
-        for other in witness.read_others(stored.tag):
-            if other.mark.tag != stored.tag:
+        for place, other in witness.read_others():
+            if other.tag != stored.tag:
                 raise LedgerError(
-                    f"{other.place}: expected the tag of the ledger in {self._folder}, found that of another state "
-                    f"folder, whose data may have the same rows as that of {witness.place}: one is in the other, a "
-                    "link leads there, or one is a copy of the other or was renamed; use the state folder that charged "
-                    f"it, run fedveil site ledger adopt on {other.data}, or move the two data sets apart"
+                    f"{place}: expected the tag of the ledger in {self._folder}, found that of another state folder, "
+                    f"whose data may have the same rows as that of {witness.place}: one folder is in the other, or a "
+                    "link leads there; use the state folder that charged it, run fedveil site ledger adopt on "
+                    f"{Path(place).parent}, or move the two data sets apart"
                 )
-            self._require_change(stored, other.place, other.mark)
+            self._require_change(stored, place, other)
         mark = witness.read()
         if mark is None:
             return None

@@ -64,7 +64,6 @@ log = logging.getLogger("fedveil.data")
 
 
 INFO = TaskInfo(
-    is_file_alone=True,
     mounts=("layers",),
     columns=lambda task: (*SourceTemplate.from_task(task).columns, task.target_column),
     texts=lambda task: SourceTemplate.from_task(task).columns,

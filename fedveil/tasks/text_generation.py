@@ -76,7 +76,6 @@ def _columns(task: TaskConfig) -> tuple[str, ...]:
 
 
 INFO = TaskInfo(
-    is_file_alone=True,
     mounts=("layers", "cache"),
     columns=lambda task: _columns(task),
     texts=lambda task: _columns(task),

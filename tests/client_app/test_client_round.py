@@ -15,8 +15,7 @@ from fedveil.client_app import client_round, client_session
 from fedveil.client_app.instruction import ClientAssignment
 from fedveil.client_app.policy import decisions
 from fedveil.client_app.policy.site_policy import load_policy
-from fedveil.client_app.state.data_marks import ID_FILE
-from fedveil.client_app.state.data_sets import SiteDataset, shelf_of
+from fedveil.client_app.state.data_sets import ID_FILE, SiteDataset, shelf_of
 from fedveil.config import parse
 from fedveil.contract.codec import raw_bytes
 from fedveil.contract.message_address import MessageAddress

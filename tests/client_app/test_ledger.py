@@ -266,18 +266,3 @@ def test_under_a_policy_the_order_s_fields_are_those_that_the_policy_has_judged(
     take(replace(honest, site=site))
     with pytest.raises(PolicyError, match="order.fields: expected the run config's"):
         take(replace(honest, site=site, order=assignment(tmp_path, noise_local=1e-9).order))
-
-
-def test_two_sites_on_two_files_of_one_folder_have_a_ledger_each_and_a_third_on_the_folder_is_refused(tmp_path, take):
-    (tmp_path / "data").mkdir()
-    for name in ("north", "south"):
-        (tmp_path / "data" / f"{name}.jsonl").write_text(f'{{"mr": "{name}", "ref": "{name}"}}')
-        node = {"data": str(tmp_path / "data" / f"{name}.jsonl"), "state-dir": str(tmp_path / name)}
-        for round_ in range(2):
-            take(assignment(tmp_path, round_, node=node.items()))
-        assert (tmp_path / name / ".ledger" / "ledger.json").exists()
-    with pytest.raises(StateError, match=r"site ledger adopt on .*data/north\.jsonl"):
-        take(assignment(tmp_path))
-    swapped = {"data": str(tmp_path / "data" / "north.jsonl"), "state-dir": str(tmp_path / "south")}
-    with pytest.raises(StateError, match="site ledger adopt"):
-        take(assignment(tmp_path, run="another", node=swapped.items()))

@@ -36,8 +36,7 @@ from fedveil.client_app.guards.broadcast_guard import BroadcastReferenceStore
 from fedveil.client_app.instruction import ClientAssignment
 from fedveil.client_app.policy.site_policy import SitePolicy
 from fedveil.client_app.state.client_state import ClientStateStore, open_ledger
-from fedveil.client_app.state.data_marks import ID_FILE
-from fedveil.client_app.state.data_sets import DataWitness
+from fedveil.client_app.state.data_sets import ID_FILE, FolderWitness
 from fedveil.client_app.state.replay_guard import ReplayGuard
 from fedveil.contract.privacy import Adjacency, PrivacyBudget, PrivacyGuarantee
 from fedveil.contract.trainer import BatchIndices, PerExampleGradients, PerExampleGradientSource
@@ -320,7 +319,7 @@ class Site(RuleBasedStateMachine):
     @precondition(lambda self: (self.at / "first" / ".ledger" / "ledger.json").exists())
     def try_a_second_state_folder(self, data):
         """Data that was charged is refused there; then its history is adopted, and the first folder is closed."""
-        tagged = [name for name in sorted(self.folders) if DataWitness.open(self.at / name, "").read() is not None]
+        tagged = [name for name in sorted(self.folders) if FolderWitness.open(self.at / name, "").read() is not None]
         if not tagged:
             return
         folder = data.draw(st.sampled_from(tagged))
@@ -345,7 +344,7 @@ class Site(RuleBasedStateMachine):
             self.serve(folder, run, about, "north", "")
         is_behind = path.read_bytes() != backup
         path.write_bytes(backup)
-        witness = DataWitness.open(self.at / folder, "")
+        witness = FolderWitness.open(self.at / folder, "")
         if is_behind and witness.read() is not None:
             with pytest.raises(StateError, match="site ledger recover"):
                 self.serve(folder, run, about, "north", "", expected=())

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from fedveil.client_app.policy import site_policy as policies
 from fedveil.client_app.state.client_state import open_ledger
-from fedveil.client_app.state.data_marks import mark_path
-from fedveil.client_app.state.data_sets import DataWitness
+from fedveil.client_app.state.data_sets import FolderWitness
 from fedveil.console.runs.ledger_summary import ledger_files, ledger_standing, site_of_folder, standing_lines
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import ConfigError
@@ -30,7 +29,7 @@ def add_actions(
     adopt = ledger_actions.add_parser(
         "adopt", help="add the history of data that another state folder has charged, and bind the data to this one"
     )
-    adopt.add_argument("data", type=Path, metavar="DATA", help="the data folder or file")
+    adopt.add_argument("data", type=Path, metavar="DATA", help="the data folder")
     source = adopt.add_mutually_exclusive_group(required=True)
     source.add_argument("--from", dest="other", type=Path, metavar="FOLDER", help="the other site's state folder")
     source.add_argument("--lost", action="store_true", help="that ledger is lost: epsilon over all runs is infinite")
@@ -39,7 +38,7 @@ def add_actions(
     recover = ledger_actions.add_parser(
         "recover", help="after every restore of a backup: count the most that may have been charged since"
     )
-    recover.add_argument("data", type=Path, metavar="DATA", help="the data folder or file")
+    recover.add_argument("data", type=Path, metavar="DATA", help="the data folder")
     recover.set_defaults(run=in_own_folder(_recover))
     for action in (show, adopt, recover):
         action.add_argument(
@@ -81,7 +80,7 @@ def _adopt(args: argparse.Namespace) -> int:
     other = None if args.lost else open_ledger(args.other, FileSeal.from_key_file(args.other_key_file))
     ledger, witness = open_ledger(args.state_dir, FileSeal.from_key_file(site.key_file)), _witness(args.data, "")
     added = ledger.adopt(policies.load_policy(site).budget, witness, other)
-    print(f"{added} entries added; the data now belongs to the ledger in {args.state_dir.expanduser()}")
+    print(f"{added} entries added; the data folder now belongs to the ledger in {args.state_dir.expanduser()}")
     return 0
 
 
@@ -93,11 +92,11 @@ def _recover(args: argparse.Namespace) -> int:
     return 0
 
 
-def _witness(data: Path, given: str) -> DataWitness:
-    if not data.exists() and not mark_path(data.absolute()).exists():
+def _witness(data: Path, given: str) -> FolderWitness:
+    if not data.exists():
         raise ConfigError(f"DATA: expected the site's data folder, found none at {data}; name it")
     try:
-        witness = DataWitness.find_marked(data, given)
+        witness = FolderWitness.open(data, given)
     except ConfigError:
         witness = None
     if witness is None or not (witness.is_writable or witness.is_absent):

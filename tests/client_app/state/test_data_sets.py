@@ -24,8 +24,7 @@ from fedveil.client_app import client_session
 from fedveil.client_app.instruction import ClientAssignment
 from fedveil.client_app.state import data_sets, overlapping_data
 from fedveil.client_app.state.client_state import open_ledger
-from fedveil.client_app.state.data_marks import ID_FILE
-from fedveil.client_app.state.data_sets import DataWitness, SiteDataset
+from fedveil.client_app.state.data_sets import ID_FILE, FolderWitness, SiteDataset
 from fedveil.config import parse
 from fedveil.contract.message_address import MessageAddress
 from fedveil.contract.method import RoundContext, hyperparameters_of
@@ -108,7 +107,7 @@ def test_a_data_set_has_one_id_by_every_path_and_keeps_it(tmp_path):
     first = SiteDataset.from_folder(tmp_path / "data")
     for path in ("data", "data/../data", "link", "data/train.jsonl", "link/train.jsonl", "file.jsonl"):
         assert SiteDataset.from_folder(tmp_path / path).id == first.id
-        assert DataWitness.open(tmp_path / path, "").folder == tmp_path / "data"
+        assert FolderWitness.open(tmp_path / path, "").folder == tmp_path / "data"
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [ID_FILE, "train.jsonl"]
     (tmp_path / "other").mkdir()
     assert SiteDataset.from_folder(tmp_path / "other").id != first.id
@@ -153,11 +152,11 @@ def mark_of(**changes) -> WitnessMark:
 
 def test_a_witness_keeps_the_id_and_is_read_again(tmp_path):
     name = SiteDataset.from_folder(tmp_path).id
-    witness = DataWitness.open(tmp_path, "ward-7")
+    witness = FolderWitness.open(tmp_path, "ward-7")
     assert witness.read() is None
     witness.write(mark_of())
     witness.write(mark_of(changes=4))
-    assert DataWitness.find(tmp_path).read() == mark_of(changes=4)
+    assert FolderWitness.find(tmp_path).read() == mark_of(changes=4)
     assert SiteDataset.from_folder(tmp_path).id == name
     assert [path.name for path in tmp_path.iterdir()] == [ID_FILE]
 
@@ -165,13 +164,13 @@ def test_a_witness_keeps_the_id_and_is_read_again(tmp_path):
 def test_a_witness_with_a_number_of_entries_does_not_say_which_they_were(tmp_path):
     ledger = {"tag": "b" * 32, "changes": 3, "entries": 2, "head": "c" * 16}
     (tmp_path / ID_FILE).write_text(json.dumps({"fedveil-data-set": 2, "id": "a" * 32, "ledger": ledger}))
-    assert DataWitness.find(tmp_path).read() == mark_of(entries="")
+    assert FolderWitness.find(tmp_path).read() == mark_of(entries="")
 
 
 def test_only_one_of_two_state_folders_that_begin_on_the_data_at_once_gets_it(tmp_path, monkeypatch):
     """Each reads the mark before the other has written its own, unless the file is locked meanwhile."""
     (tmp_path / "data").mkdir()
-    both_have_read, read = threading.Barrier(2, timeout=1), DataWitness.read
+    both_have_read, read = threading.Barrier(2, timeout=1), FolderWitness.read
 
     def slow(witness):
         mark = read(witness)
@@ -179,7 +178,7 @@ def test_only_one_of_two_state_folders_that_begin_on_the_data_at_once_gets_it(tm
             both_have_read.wait()
         return mark
 
-    monkeypatch.setattr(DataWitness, "read", slow)
+    monkeypatch.setattr(FolderWitness, "read", slow)
     with ThreadPoolExecutor(2) as pool:
         first, second = sorted(
             pool.map(charge, (tmp_path / "north", tmp_path / "south"), [tmp_path / "data"] * 2),
@@ -194,7 +193,7 @@ def charge(state, data, given: str = "") -> str:
     """Charge a state folder's ledger for one client round on the data; return "charged" or the refusal."""
     ledger, claim = open_ledger(state), PrivacyBudget(math.inf, 1e-5, Adjacency.REPLACE_ONE)
     try:
-        ledger.charge(RunTerms("r", claim, 5, 5), ONE_TURN, claim, DataWitness.open(data, given))
+        ledger.charge(RunTerms("r", claim, 5, 5), ONE_TURN, claim, FolderWitness.open(data, given))
     except StateError as error:
         return str(error)
     return "charged"
@@ -213,8 +212,8 @@ def test_a_data_folder_in_another_is_no_second_data_set(first, second, is_read_o
         monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / second and access(path, mode))
     refused = charge(tmp_path / "south", tmp_path / second, "ward-7")
     assert f"site ledger adopt on {tmp_path / first}, or move the two data sets apart" in refused
-    assert not (tmp_path / second / ID_FILE).exists() or DataWitness.find(tmp_path / second).read() is None
-    open_run = DataWitness.find(tmp_path / second)
+    assert not (tmp_path / second / ID_FILE).exists() or FolderWitness.find(tmp_path / second).read() is None
+    open_run = FolderWitness.find(tmp_path / second)
     with pytest.raises(StateError, match="site ledger adopt"):
         open_ledger(tmp_path / "south").note_open(
             "plain", "no claim", PrivacyBudget(math.inf, 1e-5, Adjacency.REPLACE_ONE), open_run
@@ -225,7 +224,7 @@ def test_data_folders_beside_each_other_are_two_data_sets(tmp_path):
     for name in ("north", "south"):
         (tmp_path / "data" / name).mkdir(parents=True)
         assert charge(tmp_path / f"{name}-state", tmp_path / "data" / name) == "charged"
-    assert DataWitness.open(tmp_path / "data" / "north", "").limits == []
+    assert FolderWitness.open(tmp_path / "data" / "north", "").limits == []
 
 
 @pytest.mark.parametrize("link", ["train.jsonl", "train"])
@@ -237,7 +236,7 @@ def test_a_link_to_charged_data_is_no_second_data_set(link, tmp_path):
         (tmp_path / "other" / "train").rmdir()
     (tmp_path / "other" / link).symlink_to(tmp_path / "data" / link)
     assert charge(tmp_path / "north", tmp_path / "data") == "charged"
-    assert "a link leads there" in charge(tmp_path / "south", tmp_path / "other")
+    assert "or a link leads there" in charge(tmp_path / "south", tmp_path / "other")
     assert charge(tmp_path / "north", tmp_path / "other") == "charged"
 
 
@@ -246,8 +245,8 @@ def test_links_to_data_that_nobody_has_charged_are_said(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "other" / "train.jsonl").symlink_to(tmp_path / "data" / "train.jsonl")
     (tmp_path / "other" / "inside.jsonl").symlink_to(tmp_path / "other" / "rows.jsonl")
-    assert "1 links in it lead to other folders" in DataWitness.open(tmp_path / "other", "").limits[0]
-    assert DataWitness.open(tmp_path / "data", "").limits == []
+    assert "1 links in it lead to other folders" in FolderWitness.open(tmp_path / "other", "").limits[0]
+    assert FolderWitness.open(tmp_path / "data", "").limits == []
 
 
 def test_an_older_ledger_is_found_by_the_mark_of_a_folder_around_the_data(tmp_path):
@@ -265,9 +264,9 @@ def test_a_folder_with_too_many_entries_is_said_not_to_be_searched(tmp_path, mon
         monkeypatch.setattr(module, "MAX_ENTRIES", 3)
     for name in ("1", "2", "3"):
         (tmp_path / name).write_text("")
-    assert DataWitness.open(tmp_path, "").limits == []
+    assert FolderWitness.open(tmp_path, "").limits == []
     (tmp_path / "4").write_text("")
-    assert DataWitness.open(tmp_path, "").limits == [
+    assert FolderWitness.open(tmp_path, "").limits == [
         "it has more than 3 entries, so not all were searched for others' data folders"
     ]
 
@@ -275,7 +274,7 @@ def test_a_folder_with_too_many_entries_is_said_not_to_be_searched(tmp_path, mon
 def test_of_two_state_folders_that_begin_in_each_other_at_once_one_gets_the_data(tmp_path, monkeypatch):
     """Neither folder has an id file when both begin; each looks for the other's before either has a mark."""
     (tmp_path / "data" / "ward").mkdir(parents=True)
-    both_have_looked, look = threading.Barrier(2, timeout=1), data_sets.find_marks
+    both_have_looked, look = threading.Barrier(2, timeout=1), data_sets.find_id_files
 
     def slow(*args):
         paths = look(*args)
@@ -283,7 +282,7 @@ def test_of_two_state_folders_that_begin_in_each_other_at_once_one_gets_the_data
             both_have_looked.wait()
         return paths
 
-    monkeypatch.setattr(data_sets, "find_marks", slow)
+    monkeypatch.setattr(data_sets, "find_id_files", slow)
     with ThreadPoolExecutor(2) as pool:
         results = list(
             pool.map(charge, (tmp_path / "north", tmp_path / "south"), (tmp_path / "data", tmp_path / "data" / "ward"))
@@ -298,7 +297,7 @@ def test_an_id_file_that_cannot_be_locked_stops_the_site(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     refused = pytest.raises(StateError, match="can be locked against other state folders")
-    with refused, DataWitness.open(tmp_path, "").lock():
+    with refused, FolderWitness.open(tmp_path, "").lock():
         raise AssertionError("not locked")
 
 
@@ -328,7 +327,7 @@ def test_a_lock_that_another_process_holds_stops_the_site_with_a_sentence(tmp_pa
     monkeypatch.setattr(data_sets, "_LOCK_SECONDS", 0.3)
     SiteDataset.from_folder(tmp_path)
     ledger, claim = open_ledger(tmp_path / "state"), PrivacyBudget(math.inf, 1e-5, Adjacency.REPLACE_ONE)
-    witness, began = DataWitness.open(tmp_path, ""), time.monotonic()
+    witness, began = FolderWitness.open(tmp_path, ""), time.monotonic()
     with another_process(HOLD, tmp_path / ID_FILE) as ready:
         assert ready == "held"
         with pytest.raises(StateError, match=rf"{ID_FILE}: expected its lock within 0.3 seconds.*lslocks"):
@@ -346,7 +345,7 @@ def test_a_lock_that_is_released_in_time_is_waited_for(tmp_path):
     with another_process(code, tmp_path / ID_FILE) as ready:
         assert ready == "held"
         began = time.monotonic()
-        with DataWitness.open(tmp_path, "").lock():
+        with FolderWitness.open(tmp_path, "").lock():
             assert time.monotonic() - began < 10
 
 
@@ -357,10 +356,10 @@ def test_an_id_file_is_readable_only_by_its_owner(tmp_path):
     SiteDataset.from_folder(tmp_path)
     assert mode() == 0o600
     (tmp_path / ID_FILE).chmod(0o644)  # as earlier builds wrote it
-    with DataWitness.open(tmp_path, "").lock():
+    with FolderWitness.open(tmp_path, "").lock():
         assert mode() == 0o600
     (tmp_path / ID_FILE).chmod(0o644)
-    DataWitness.open(tmp_path, "").write(mark_of())
+    FolderWitness.open(tmp_path, "").write(mark_of())
     assert mode() == 0o600
 
 
@@ -375,7 +374,7 @@ def test_another_user_can_not_take_the_lock():
         (data / ID_FILE).chmod(0o644)
         with another_process(TRY_AS_ANOTHER_USER, data / ID_FILE) as result:
             assert result == "taken"  # the control: so it was before
-        with DataWitness.open(data, "").lock():
+        with FolderWitness.open(data, "").lock():
             pass
         with another_process(TRY_AS_ANOTHER_USER, data / ID_FILE) as result:
             assert result == "PermissionError"
@@ -385,21 +384,21 @@ def test_an_id_file_of_another_user_is_said_to_be_one(tmp_path, monkeypatch):
     def refused(*_, **__):
         raise PermissionError(13, "Permission denied")
 
-    DataWitness.open(tmp_path, "").write(mark_of())
+    FolderWitness.open(tmp_path, "").write(mark_of())
     monkeypatch.setattr(os, "open", refused)
     with pytest.raises(StateError, match=r"found one of another user.*run this site as the file's owner"):
-        DataWitness.find(tmp_path).read()
+        FolderWitness.find(tmp_path).read()
 
 
 def test_a_pipe_in_place_of_the_id_file_does_not_block(tmp_path):
     os.mkfifo(tmp_path / ID_FILE)
     with pytest.raises(StateError, match="restore it from a backup"):
-        DataWitness.find(tmp_path).read()
+        FolderWitness.find(tmp_path).read()
 
 
 def test_an_id_of_version_1_gets_the_ledger_s_tag(tmp_path):
     (tmp_path / ID_FILE).write_text(json.dumps({"fedveil-data-set": 1, "id": "a" * 32}))
-    witness = DataWitness.open(tmp_path, "")
+    witness = FolderWitness.open(tmp_path, "")
     assert witness.read() is None
     witness.write(mark_of())
     assert (SiteDataset.from_folder(tmp_path).id, witness.read()) == ("a" * 32, mark_of())
@@ -408,13 +407,13 @@ def test_an_id_of_version_1_gets_the_ledger_s_tag(tmp_path):
 def test_a_folder_that_cannot_be_written_holds_no_witness_and_needs_a_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ConfigError, match="set data-set in the node config"):
-        DataWitness.open(tmp_path, "")
-    DataWitness.open(tmp_path, "ward-7").write(mark_of())
+        FolderWitness.open(tmp_path, "")
+    FolderWitness.open(tmp_path, "ward-7").write(mark_of())
     assert list(tmp_path.iterdir()) == []
-    assert DataWitness.find(tmp_path) is None
+    assert FolderWitness.find(tmp_path) is None
 
 
 def test_a_witness_that_is_damaged_stops_the_site(tmp_path):
     (tmp_path / ID_FILE).write_text("{")
     with pytest.raises(StateError, match="restore it from a backup"):
-        DataWitness.find(tmp_path).read()
+        FolderWitness.find(tmp_path).read()

@@ -17,7 +17,7 @@ import pytest
 from fedveil.contract.privacy import OLD_SUMMED, OWN_SHARE, SUMMED, Adjacency, PrivacyBudget, Spent, Step
 from fedveil.errors import BudgetError, StateError
 from fedveil.privacy import accounting
-from fedveil.privacy.ledger import NearbyMark, PrivacyLedger, WitnessMark
+from fedveil.privacy.ledger import PrivacyLedger, WitnessMark
 from fedveil.privacy.ledger_account import MAX_RUNS, ROW, UNIT, Party, RunTerms, SiteAccount, _largest
 from fedveil.records.atomic_files import write_checksummed
 
@@ -38,7 +38,7 @@ class Witness:
     def read(self) -> WitnessMark | None:
         return self.mark
 
-    def read_others(self, tag: str) -> list[NearbyMark]:
+    def read_others(self) -> list[tuple[str, WitnessMark]]:
         return []
 
     def write(self, mark: WitnessMark) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from fedveil.client_app.state.client_state import open_ledger
-from fedveil.client_app.state.data_sets import DataWitness
+from fedveil.client_app.state.data_sets import FolderWitness
 from fedveil.console.main import main
 from fedveil.console.runs.ledger_summary import bound_of, ledger_lines
 from fedveil.contract.privacy import Adjacency, PrivacyBudget, Step
@@ -132,7 +132,7 @@ def test_a_ledger_that_cannot_be_read_is_said(tmp_path, data):
 def private_data(tmp_path, name: str, run: str = "r"):
     """A data folder that was charged in the state folder of this name."""
     (tmp_path / "data").mkdir(exist_ok=True)
-    witness = DataWitness.open(tmp_path / "data", "")
+    witness = FolderWitness.open(tmp_path / "data", "")
     open_ledger(tmp_path / name).charge(RunTerms(run, OWN, 5, 5), {STEP: 1}, OWN, witness)
     return witness
 
@@ -167,30 +167,6 @@ def test_a_restored_ledger_is_recovered_by_command(tmp_path, capsys):
     assert main([*command, str(tmp_path / "data")]) == 0
     assert "recovered: all runs used up" in capsys.readouterr().out
     private_data(tmp_path, "state", "next")
-
-
-@pytest.mark.long
-def test_the_history_of_a_data_file_is_adopted_by_its_name_even_if_the_file_is_gone(tmp_path, capsys):
-    data = tmp_path / "data" / "rows.csv"
-    data.parent.mkdir()
-
-    def charge_file(name: str) -> None:
-        witness = DataWitness.open(data, "", True)
-        open_ledger(tmp_path / name).charge(RunTerms("r", OWN, 5, 5), {STEP: 1}, OWN, witness)
-
-    for state in ("first", "second"):
-        data.write_text("rows")
-        if state == "second":
-            with pytest.raises(StateError, match="fedveil site ledger adopt"):
-                charge_file(state)
-            data.unlink()
-            command = ["site", "ledger", "adopt", str(data), "--lost", "--state-dir", str(tmp_path / state)]
-            assert main(command) == 0
-            assert "the data now belongs to" in capsys.readouterr().out
-            data.write_text("rows")
-        charge_file(state)
-    assert main(["site", "ledger", "recover", str(data), "--state-dir", str(tmp_path / "second")]) == 0
-    assert sorted(path.name for path in data.parent.iterdir()) == [".fedveil-data-set.rows.csv.mark", "rows.csv"]
 
 
 @pytest.mark.parametrize("action", [["recover"], ["adopt", "--lost"]])
