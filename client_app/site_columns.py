@@ -2,7 +2,7 @@
 
 | name before the equals sign | the run's key |
 |---|---|
-| source, target, messages, image, choices, hint, label | task.source-column, task.target-column, ... |
+| source, target, messages, image, choices, hint, label, rejected | task.source-column, task.target-column, ... |
 | unit | dp.unit-column |
 | a column of task.source-template | that column |
 
@@ -24,7 +24,7 @@ from fedveil.errors import ConfigError, TaskError
 
 __all__ = ["apply_site_columns", "describe_site_columns", "name_site_columns"]
 
-_ROLES = ("source", "target", "messages", "image", "choices", "hint", "label")
+_ROLES = ("source", "target", "messages", "image", "choices", "hint", "label", "rejected")
 
 
 def apply_site_columns(config: RunConfig, columns: Mapping[str, str]) -> RunConfig:
@@ -82,6 +82,8 @@ def _names_of_run(config: RunConfig) -> dict[str, str]:
         roles.pop("source")
     if task.messages_column:
         roles.pop("target")
+    if task.name != "preference":
+        roles.pop("rejected")
     roles |= {"unit": config.dp.unit_column}
     return names | {role: column for role, column in roles.items() if column and role not in names}
 

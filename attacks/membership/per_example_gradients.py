@@ -76,7 +76,7 @@ def _together(task: Any, weights: dict[str, Tensor], rows: Rows) -> Iterator[dic
     terms = [task.collate([row]).terms for row in rows]
     try:
         gradients = per_example.gradients_of_examples(task, task.samples(rows), task.spec, weights).gradients
-    except RuntimeError as error:
+    except (RuntimeError, TaskError) as error:
         warnings.warn(f"computing per-example gradients one example at a time: {first_line(error)}", stacklevel=2)
         yield from (row_gradient(task, row) for row in rows)
         return

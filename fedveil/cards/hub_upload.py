@@ -64,7 +64,7 @@ def push_to_hub(folder: Path, repo: str, token: str, is_public: bool = False) ->
         raise ConfigError("HF_HUB_OFFLINE: expected it unset to upload, found it set; unset it") from None
     except ValueError as error:  # a name, or the front matter of README.md, that the Hub does not take
         raise ConfigError(f"repository: {sanitize(error, 300)}") from None
-    except (HfHubHTTPError, httpx.HTTPError) as error:
+    except (HfHubHTTPError, httpx.HTTPError, OSError, RuntimeError) as error:  # the last two: an upload of weights
         raise ConfigError(
             f"repository {repo}: expected the Hub to take the upload, found {sanitize(error, 300)}; check the token's "
             "permissions and the network, and try again"
@@ -74,7 +74,7 @@ def push_to_hub(folder: Path, repo: str, token: str, is_public: bool = False) ->
 
 def _checked_files(model: Path) -> list[str]:
     """Return the names of the files to upload. Raises StateError unless they are whole."""
-    names = sorted(in_toto.digest_files(model))
+    names = sorted(name for name in in_toto.digest_files(model) if not in_toto.is_of_the_hub(name))
     for needed in (card.PAGE, _README):
         if needed not in names:
             raise StateError(f"{model}: expected {needed}, found none; write it with fedveil card make")

@@ -39,6 +39,7 @@ _MOST_HEADER = 1 << 26  # of a file of tensors
 _MOST_FILES = 1000
 _ADAPTERS = ("adapter_config.json", "adapter.json")
 _QUANTIZED = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4", ".SCB", ".weight_format")
+_MORE_ROWS = {"mllama": 8, "mllama_text_model": 8}  # that transformers adds to vocab_size
 _ENCODERS = ("bert-generation", "xlnet")  # that transformers lists as causal only
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 
@@ -67,8 +68,11 @@ def check_base_files(name: str, folder: Path, trains_base: bool) -> None:
                 f'task.model: expected quantized weights in "{name}", as its config.json says, found plain ones; '
                 'remove quantization_config from config.json, and set train.quantized-base = "4bit" to load them so'
             )
-    text = config.get("text_config")
-    said = (text if isinstance(text, dict) else config).get("vocab_size")
+    part = config.get("text_config")
+    text = part if isinstance(part, dict) else config
+    said = text.get("vocab_size")
+    if type(said) is int:
+        said += _MORE_ROWS.get(str(text.get("model_type")), 0)
     rows = {shape[0] for tensor, shape in shapes.items() if tensor.endswith(_EMBEDDINGS) and len(shape) == 2}
     if type(said) is int and len(rows) == 1 and said not in rows:
         raise TaskError(
@@ -100,14 +104,17 @@ def check_loaded_base(name: str, model: Any, tokenizer: Any = None, trains_base:
     if trains_base and getattr(model, "is_quantized", False):
         raise _quantized_error(name, "its files")
     if tokenizer is not None and (rows := embedding_rows(model)):
-        ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        ids = (tokenizer.bos_token_id, tokenizer.eos_token_id)
         check_tokens(name, [token for token in ids if token is not None], rows)
     _check_finite(name, model)
 
 
 def embedding_rows(model: Any) -> int:
     """Return the number of tokens that a model's embedding has; 0 if it is not known."""
-    weight = getattr(model.get_input_embeddings(), "weight", None)
+    try:
+        weight = getattr(model.get_input_embeddings(), "weight", None)
+    except NotImplementedError:  # a model with two towers, such as CLIP's
+        return 0
     return 0 if weight is None else int(weight.shape[0])
 
 

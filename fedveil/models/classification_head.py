@@ -93,8 +93,9 @@ def linear_layers(model: Any, heads: Sequence[str]) -> list[str]:
 def find_heads(model: Any, name: str) -> list[str]:
     """Return the modules with weights that are not part of the base model itself."""
     parts = dict(model.named_children())
-    heads = [at for at, m in parts.items() if m is not model.base_model and next(m.parameters(), None) is not None]
-    if model.base_model is model or not heads:
+    base = model.base_model if model.base_model is not model else parts.get("vision_model")  # CLIP's and SigLIP's
+    heads = [at for at, m in parts.items() if m is not base and next(m.parameters(), None) is not None]
+    if base is None or not heads:
         raise TaskError(
             f'task.model: expected a model with a classification head, found {type(model).__name__} in "{name}" '
             f"without; {loading.NEXT}"

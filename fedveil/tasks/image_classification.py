@@ -2,8 +2,8 @@
 
 | `task.model` | initial weights | classes | images |
 |---|---|---|---|
-| a folder or Hub id with weights | those; a new head for other classes, see `classification_head` |
-  task.class-names, or the model's own | by its preprocessor_config.json; a folder without: as below |
+| a folder or Hub id with weights | those; a new head for other classes | task.class-names, or the model's own | by
+  its preprocessor_config.json; a folder without: as below |
 | a folder with config.json, without weights | random | task.num-classes | as the one above |
 | "tiny" | random | task.num-classes | 32 x 32, with values from -1 to 1 |
 

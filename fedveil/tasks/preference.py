@@ -49,6 +49,7 @@ from fedveil.models.loaded_model import LoadedModel
 from fedveil.tasks.text_generation import TextGeneration
 from fedveil.training import adapter_task
 from fedveil.training.scored_examples import draw_scored
+from fedveil.training.threads import limit_threads
 
 __all__ = ["PreferenceBatch", "PreferenceExample", "PreferenceTuning"]
 
@@ -220,9 +221,14 @@ class PreferenceTuning(adapter_task.AdaptedTask):
             return []
         pairs = self._of_chosen.encode_pairs(triples)
         self.put({name: torch.zeros(spec.shape) for name, spec in self.spec.items()})  # W_0 + 0: the base itself
-        with torch.no_grad():
+        with torch.no_grad(), limit_threads(self.config):
             references = self._log_ratios(pairs).tolist()
         return [PreferenceExample(*pair, value) for pair, value in zip(pairs, references, strict=True)]
+
+    @override
+    def _probe_rows(self) -> Rows:
+        answer = TokenExample([1, 2, 3], 1)
+        return [PreferenceExample(answer, answer, 0.0)] * 2
 
     @override
     def find_cut(self, rows: Rows) -> Bool[np.ndarray, " rows"]:
@@ -240,8 +246,9 @@ class PreferenceTuning(adapter_task.AdaptedTask):
         counted = self._forward(given).flatten(0, 1)[batch.positions].float()
         log_likelihoods = -torch.nn.functional.cross_entropy(counted, batch.wanted, reduction="none")
         count, length = batch.ids.shape
-        sums = torch.zeros(count, device=counted.device).index_add(0, batch.positions // length, log_likelihoods)
-        chosen, rejected = sums.chunk(2)
+        # By place, because index_add adds in any order on CUDA.
+        spread = torch.zeros(count * length, device=counted.device).index_put((batch.positions,), log_likelihoods)
+        chosen, rejected = spread.view(count, length).sum(1).chunk(2)
         return chosen - rejected
 
     def _log_ratios(self, pairs: Sequence[tuple[TokenExample, TokenExample]]) -> Float[Tensor, " pairs"]:

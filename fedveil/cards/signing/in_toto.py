@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ _TYPE = "https://in-toto.io/Statement/v1"
 _PREDICATE = "https://github.com/fedveil/fedveil/privacy-card/v1"
 _MOST_FILES = 10_000
 _NAMED = 5
+_OF_THE_HUB = re.compile(r"\.gitattributes|\.git/.*|\.cache/huggingface/.*")
 
 
 class _Digests(BaseModel):
@@ -105,7 +107,7 @@ def find_differences(said: InTotoStatement, folder: Path) -> list[str]:
     here = digest_files(folder)
     changed = [name for name in signed if name in here and here[name] != signed[name]]
     missing = [name for name in signed if name not in here]
-    more = [name for name in here if name not in signed]
+    more = [name for name in here if name not in signed and not is_of_the_hub(name)]
     kinds: Mapping[str, list[str]] = {"changed": changed, "missing": missing, "not signed, but present": more}
     differences = [f"{what}: {_listed(names)}" for what, names in kinds.items() if names]
     if (
@@ -115,6 +117,11 @@ def find_differences(said: InTotoStatement, folder: Path) -> list[str]:
     ):
         differences.append(f"{card.NAME} differs from the card in the statement")
     return differences
+
+
+def is_of_the_hub(name: str) -> bool:
+    """Return whether the Hugging Face Hub, its client or git adds a file of this name to a downloaded folder."""
+    return bool(_OF_THE_HUB.fullmatch(name))
 
 
 def _listed(names: list[str]) -> str:

@@ -81,7 +81,9 @@ def check_run_data(task: TaskConfig, counted: list[int]) -> Iterator[CheckResult
 def _rows(name: str, data: Path, split: str, task: TaskConfig, counted: list[int]) -> CheckResult:
     info = tasks.task_info(task.name)
     columns = info.columns(task)
-    if info.metrics is class_metrics and (folder := images.class_folder(data, split)):
+    # Tasks that classify images, and so read image folders and class names.
+    is_of_images = info.metrics is class_metrics or (info.labels and task.image_column in columns)
+    if is_of_images and (folder := images.class_folder(data, split)):
         table = images.image_table(data, split, task)
         count = len(table.rows)
         counted += [count]
@@ -100,7 +102,7 @@ def _rows(name: str, data: Path, split: str, task: TaskConfig, counted: list[int
         said += _empty_texts(files, columns, task)
     if task.image_column in columns:
         said += _pictures(files[0], task)
-    if info.metrics is class_metrics and task.image_column in columns:
+    if is_of_images and task.image_column in columns:
         said += _class_names(data, split, task)
     return CheckResult(name, "ok", f"{probe.rows:,} examples {more}in {files[0]}, with {', '.join(columns)}{said}")
 

@@ -107,10 +107,11 @@ class MaskedUploadPreview:
             if secure.max_weight == 1
             else f"a site is weighted by its number of examples, at most {secure.max_weight:,}; the sum has their total"
         )
+        shares = "shares that only their recipients can decrypt" if self.quorum else "digests of its pairs' secrets"
         return [
             "This site would send each time, masked, for a sum with other sites:",
             f"  {self.length:,} integers modulo 2^{ring.bits}: at most {self.bytes:,} bytes, including the keys",
-            f"  unmasked: that it takes part, public keys, and shares that only their recipients can decrypt{clear}",
+            f"  unmasked: that it takes part, public keys, and {shares}{clear}",
             "  not sent: its number of examples, and the losses, steps and seconds of its training",
             f"  values are clipped to +-{secure.clip_bound:g} here; rounding changes a mean by at most {ring.step:.2g}",
             f"  {counts}",

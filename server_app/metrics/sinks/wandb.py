@@ -3,8 +3,10 @@
 Nothing leaves this machine unless the ServerApp's environment says so: with WANDB_API_KEY the run is sent as it goes
 on, without it the run is kept offline, and `wandb sync` sends it later. WANDB_MODE decides otherwise; WANDB_BASE_URL,
 WANDB_ENTITY and WANDB_PROJECT name a server, a team and a project. Sites see the run config, so no key is read from it.
-Only metrics, the reasons of failures and five keys of the run config are logged: no source code, git state, console
-output, installed packages, facts about the machine, or error reports to its makers. A resumed run continues its run.
+Only metrics, the reasons of failures and five keys of the run config are logged, task.model as it is written: no
+source code, git state, console output, list of packages, host name, or error reports to its makers. wandb itself adds
+the versions of Python, wandb and transformers, the operating system and processor type, and which of the libraries
+that it knows are imported. A resumed run continues its run.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _MOST_REASONS, _REASON_CHARACTERS = 50, 300
 _SETTINGS: dict[str, Any] = {
     "console": "off", "silent": True, "save_code": False, "disable_code": True, "disable_git": True,
     "disable_job_creation": True, "host": "fedveil", "x_disable_meta": True, "x_disable_stats": True,
-    "x_disable_machine_info": True, "x_save_requirements": False,
+    "x_disable_machine_info": True, "x_save_requirements": False, "program": "fedveil",
 }  # fmt: skip
 
 

@@ -57,6 +57,7 @@ def make(template: str = CHATML, **keys: object) -> TextGeneration:
     if "<|im_start|>" in template:
         tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
         tokenizer.eos_token = "<|im_end|>"
+        task.base.model.resize_token_embeddings(len(tokenizer))
     return task
 
 

@@ -30,6 +30,7 @@ def make(template: str = "", end: str = "", **keys: object):
     if template:
         tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
         tokenizer.chat_template = template
+        task.base.model.resize_token_embeddings(len(tokenizer))
     if end:
         tokenizer.eos_token = end
     return task, tokenizer

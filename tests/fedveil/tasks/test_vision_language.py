@@ -85,6 +85,7 @@ def test_an_answer_has_the_tokens_of_the_whole_text_and_ends_its_turn():
     """LLaVA's template on a base whose turn does not end with the tokenizer's end token."""
     task = make()
     task.base.tokenizer.add_special_tokens({"extra_special_tokens": ["<|turn|>"]})
+    task.base.model.resize_token_embeddings(len(task.base.tokenizer))
     task.base.processor.chat_template = (
         "{% for m in messages %}{{ 'USER:' if m.role == 'user' else 'ASSISTANT:' }}{% for part in m.content %}"
         "{{ ' <image>' if part.type == 'image' else ' ' + part.text | trim }}{% endfor %}"
