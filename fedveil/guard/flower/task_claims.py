@@ -7,11 +7,12 @@ begins: 26 programs of three sites were seen. So this SuperExec sends heartbeats
 
 | the program | result |
 |---|---|
-| calls within `EVERY_SECONDS`, and ends | no heartbeat is sent from here |
+| ends within `FIRST_SECONDS` | no heartbeat is sent from here |
 | needs longer | the task stays claimed for `LONGEST_SECONDS` at most |
 | ends without a call | no more heartbeats: Flower lets the task be claimed again after at most a minute |
 | hangs | the same, after `LONGEST_SECONDS` |
-| has begun, and goes on | a few heartbeats besides its own, which then stop |
+| has begun, and goes on | a few heartbeats besides its own, which then stop; one that arrives while the program ends is
+  refused, and Flower logs that |
 | its task is no longer known | the first refused heartbeat is the last |
 """
 
@@ -30,7 +31,8 @@ from typing import Any
 from fedveil.guard.minute_log import MinuteLog
 from fedveil.sanitize import sanitize
 
-EVERY_SECONDS = 10.0
+FIRST_SECONDS = 20.0  # Flower waits 30 s for the first call, and 60 s after a heartbeat
+EVERY_SECONDS = 45.0
 LONGEST_SECONDS = 600.0
 
 _log = MinuteLog()
@@ -46,17 +48,18 @@ class TaskClaim:
     def __init__(
         self,
         send: Callable[[], bool],
+        first: float = FIRST_SECONDS,
         every: float = EVERY_SECONDS,
         longest: float = LONGEST_SECONDS,
     ) -> None:
         self.is_alive: Callable[[], bool] = lambda: True
-        self._send, self._every, self._times = send, every, int(longest / every)
+        self._send, self._pauses = send, [first, *[every] * int((longest - first) / every)]
         threading.Thread(target=self._keep, name="task claim", daemon=True).start()
 
     def _keep(self) -> None:
         pause = threading.Event()
-        for _ in range(self._times):
-            pause.wait(self._every)
+        for seconds in self._pauses:
+            pause.wait(seconds)
             if not self.is_alive() or not self._send():
                 return
 

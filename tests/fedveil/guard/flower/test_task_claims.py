@@ -33,7 +33,7 @@ def _wait_for(what: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("module", [in_memory_corestate, sql_corestate], ids=["memory", "sql"])
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_a_heartbeat_keeps_a_task_that_starts(monkeypatch, tmp_path, module, is_kept):
-    """Flower's own states: without a heartbeat, a task that starts for 40 s is claimed a second time."""
+    """Flower's own states: without a heartbeat, a task that starts for 100 s is claimed a second time."""
     state = Superlink("" if module is in_memory_corestate else str(tmp_path / "state.db")).state
     (task,) = state.get_tasks()
     began, later = module.now(), timedelta()
@@ -41,9 +41,9 @@ def test_a_heartbeat_keeps_a_task_that_starts(monkeypatch, tmp_path, module, is_
     assert task.type == TaskType.SERVER_APP
     assert state.claim_task(task.task_id)
     assert state.claim_task(task.task_id) is None
-    for seconds in (10, 20, 40):
+    for seconds in (20, 65, 100):
         later = timedelta(seconds=seconds)
-        if is_kept and seconds < 40:
+        if is_kept and seconds < 100:
             assert state.acknowledge_task_heartbeat(task.task_id)
     state.acknowledge_task_heartbeat(1)  # Flower releases tasks at calls such as this one
     assert (state.claim_task(task.task_id) is None) == is_kept
@@ -83,7 +83,7 @@ def runtime() -> Iterator[Runtime]:
 
 
 def test_heartbeats_have_the_tasks_token_and_end_with_its_program(runtime):
-    claim = task_claims.TaskClaim(task_claims.TaskHeartbeat(runtime.arguments), every=0.05)
+    claim = task_claims.TaskClaim(task_claims.TaskHeartbeat(runtime.arguments), first=0.05, every=0.05)
     _wait_for(lambda: len(runtime.tokens) >= 3)
     assert set(runtime.tokens) == {("send-task-heartbeat", "secret")}
     claim.is_alive = lambda: False
@@ -97,7 +97,7 @@ def test_heartbeats_have_the_tasks_token_and_end_with_its_program(runtime):
 def test_a_refused_heartbeat_is_the_last(runtime, status, success):
     runtime.status, runtime.success = status, success
     assert task_claims.TaskHeartbeat(runtime.arguments)() is False
-    task_claims.TaskClaim(task_claims.TaskHeartbeat(runtime.arguments), every=0.02)
+    task_claims.TaskClaim(task_claims.TaskHeartbeat(runtime.arguments), first=0.02, every=0.02)
     _wait_for(lambda: len(runtime.tokens) == 2)
     time.sleep(0.3)
     assert len(runtime.tokens) == 2
@@ -106,7 +106,7 @@ def test_a_refused_heartbeat_is_the_last(runtime, status, success):
 def test_no_answer_is_no_refusal_and_the_time_is_bounded():
     sent = []
     send = task_claims.TaskHeartbeat(_ARGUMENTS)
-    task_claims.TaskClaim(lambda: (sent.append(send()), True)[1], every=0.01, longest=0.05)
+    task_claims.TaskClaim(lambda: (sent.append(send()), True)[1], first=0.01, every=0.01, longest=0.055)
     _wait_for(lambda: len(sent) == 5)
     time.sleep(0.2)
     assert sent == [True] * 5
