@@ -197,11 +197,12 @@ def require_numbers(plan: AttemptPlan, demands: SiteRequirements) -> None:
         )
     if plan.noise == "sum":
         required += (("secure.min-sites: honest sites whose noise counts", plan.least - colluding, 1),)
+    keys = "secure.min-sites" if plan.is_whole else "secure.threshold, secure.min-sites"  # the former has no shares
     for name, found, least_permitted in required:
         if found < least_permitted:
             raise PolicyError(
                 f"{name}: expected at least {least_permitted} with {sites} sites of which {colluding} may collude, "
-                f"found {found}; raise secure.threshold, secure.min-sites or the cohort"
+                f"found {found}; raise {keys} or the cohort"
             )
 
 

@@ -115,7 +115,11 @@ def start_claimed(arguments: Sequence[str], fork: Callable[[Sequence[str]], int]
     if fork is not None and (pid := fork(arguments[1:])):
         claim.is_alive = lambda: _is_alive(pid)
     else:
-        program = subprocess.Popen(arguments, **options)
+        try:
+            program = subprocess.Popen(arguments, **options)
+        except OSError:
+            claim.is_alive = lambda: False
+            raise
         claim.is_alive = lambda: program.poll() is None
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -133,6 +134,14 @@ def test_a_program_is_watched_by_its_process_and_a_forked_one_by_its_number(monk
     other.kill()
     other.wait()
     assert not claims[1].is_alive()
+
+
+def test_a_program_that_cannot_be_started_keeps_no_claim(monkeypatch, tmp_path):
+    claims = []
+    monkeypatch.setattr(task_claims, "TaskClaim", lambda send: claims.append(SimpleNamespace()) or claims[0])
+    with pytest.raises(FileNotFoundError):
+        task_claims.start_claimed([str(tmp_path / "absent"), *_ARGUMENTS[1:]])
+    assert not claims[0].is_alive()
 
 
 def test_a_servers_superexec_starts_every_program_so(monkeypatch):
