@@ -36,7 +36,8 @@ __all__ = [
     "worst_by_chance",
 ]
 
-_OF_A_SERVER = ("task.evaluation", "run.capture-messages")  # keys that a run in one process has no use for
+# What a run in one process has no use for; without a ledger it refuses dp.epsilon, a bound that nothing would enforce.
+_OF_A_SERVER = ("task.evaluation", "run.capture-messages", "dp.epsilon")
 
 
 def run_demo_arms(arms: Mapping[str, tuple[str, str]], seed: int, changes: Mapping[str, Any]) -> list[TradeoffRun]:
@@ -49,8 +50,9 @@ def run_demo_arms(arms: Mapping[str, tuple[str, str]], seed: int, changes: Mappi
     """
     runs, bases = list[TradeoffRun](), dict[str, SitePlacements]()
     for name, (method, defense) in arms.items():
-        flat = {key: value for key, value in SETTINGS.items() if key not in _OF_A_SERVER}
-        flat |= {"method.name": method, "run.rounds": ROUNDS, "run.seed": seed, **DEFENSES[defense], **changes}
+        defended = DEFENSES[defense]
+        flat = {key: value for key, value in {**SETTINGS, **defended}.items() if key not in _OF_A_SERVER}
+        flat |= {"method.name": method, "run.rounds": ROUNDS, "run.seed": seed, **changes}
         with tempfile.TemporaryDirectory() as folder:
             tap = MessageCapture(Path(folder))
             local = LocalFederation.from_config(flat, {f"site-{i}": DATA for i in range(SITES)}, tap=tap)
@@ -72,8 +74,8 @@ def run_demo_arms(arms: Mapping[str, tuple[str, str]], seed: int, changes: Mappi
         runs.append(
             TradeoffRun(
                 name, method, before, _loss(local, tests), local.federation.upload_bytes, secure=defense == "secure",
-                noise="noise with epsilon 8" if defense == "dp" else "", attack="alignment", sites=sites,
-                mean=over.mean, differences=over.differences, digest=name,
+                noise=f"noise with epsilon {defended['dp.epsilon']:g}" if defense == "dp" else "", attack="alignment",
+                sites=sites, mean=over.mean, differences=over.differences, digest=name,
             )
         )  # fmt: skip
     return runs
