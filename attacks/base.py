@@ -2,16 +2,16 @@
 
 An adversary has a view of the messages and declared knowledge. An attack reads nothing else.
 
-`fedveil audit` runs every attack that `list_attacks` returns. These are each `ModelAttack` or
-`UploadAttack` in the packages here, and those that other packages register under the entry-point group
-"fedveil.attacks". So an attack is one file and one test.
+`fedveil audit` runs every attack that `list_attacks` returns: each `ModelAttack` and `UploadAttack` in the
+packages here, and the attacks that other packages register under the entry-point group "fedveil.attacks".
+So adding an attack takes one file and one test.
 
-| an attack on | reads | must win on | must lose on |
+| an attack on | reads | must succeed on | must fail on |
 |---|---|---|---|
 | a model (`ModelAttack`) | the model's output for an example | OVERFITTED | ROUND_0, OTHER_ROWS: no difference |
 | uploads (`UploadAttack`) | a site's uploads | OVERFITTED | OTHER_ROWS; WRONG_SITE: members do not score higher |
 
-A control must be able to fail. If an attack gives all examples of a control the same score, that control
+A control must be able to fail. If an attack gives all examples in a control the same score, that control
 cannot fail and counts as not run.
 """
 
@@ -60,19 +60,19 @@ __all__ = [
 ENTRY_POINTS = "fedveil.attacks"
 OVERFITTED = "overfitted FedAvg"  # a few memorized members, nothing withheld
 ROUND_0 = "round 0"  # the model before any round, untrained
-OTHER_ROWS = "other rows"  # a model trained on other examples of the sites than those under attack
-WRONG_SITE = "wrong site"  # a site's examples against another site's upload, which did not train on them
+OTHER_ROWS = "other rows"  # a model trained on site examples other than those under attack
+WRONG_SITE = "wrong site"  # a site's examples against the upload of another site, which did not train on them
 
 
 @dataclass(frozen=True)
 class ObservedMessage:
-    """One message, decoded.
+    """One decoded message.
 
     Attributes:
         round, attempt, site, direction: the values of the captured message.
         payload: content of the message.
-        num_examples: number of training examples that the upload states; 0 for a broadcast.
-        report: metrics that an upload reports; empty for a broadcast.
+        num_examples: number of training examples stated in the upload; 0 for a broadcast.
+        report: metrics reported in the upload; empty for a broadcast.
         accepted: True if the server added the upload to its sums.
     """
 
@@ -88,7 +88,7 @@ class ObservedMessage:
 
 @dataclass(frozen=True)
 class ObservedParticipation:
-    """An accepted upload in the capture, and the broadcast that it answers (None if the view does not have it)."""
+    """An accepted upload in the capture, and the broadcast that it answers (None if it is not in the view)."""
 
     up: CapturedMessage
     down: CapturedMessage | None
@@ -105,11 +105,11 @@ class AdversaryView:
     tap: MessageCapture
     exchange: MessageExchange
     site: str | None = None
-    is_unseen: ClassVar[bool] = False  # True if the view has other tensors instead of uploads
+    is_unseen: ClassVar[bool] = False  # True if the view replaces uploads with other tensors
 
     @classmethod
     def server(cls, tap: MessageCapture, exchange: MessageExchange) -> AdversaryView:
-        """Return the server's view: every message that it sent or received."""
+        """Return the server's view: every message that the server sent or received."""
         return cls(tap, exchange)
 
     @classmethod
@@ -123,22 +123,22 @@ class AdversaryView:
         return sorted({seen.site for seen in self._seen("up") if seen.accepted})
 
     def broadcasts(self, site: str | None = None) -> Iterator[ObservedMessage]:
-        """Yield the broadcasts to every site, or to one, in the order sent."""
+        """Yield the broadcasts to every site, or to one site, in the order sent."""
         return self._decoded("down", site)
 
     def uploads(self, site: str | None = None) -> Iterator[ObservedMessage]:
-        """Yield the accepted uploads from every site, or from one, in the order received."""
+        """Yield the accepted uploads from every site, or from one site, in the order received."""
         return self._decoded("up", site)
 
     def added(self, upload: ObservedMessage) -> dict[str, Tensor]:
-        """Return an upload's contribution to the sums, by parameter name; the method decodes its codes and masks."""
+        """Return an upload's contribution to the sums by parameter name, with codes and masks decoded by the method."""
         method, spec = self.exchange.method, self.exchange.spec
         ctx = RoundContext(upload.round, upload.site, False, bytes(32))  # contributions do not depend on the secret
         terms = method.contributions(upload.payload, 1, spec, ctx).tensors
         return {term.name: term.value for term in terms if term.name in spec}
 
     def answered(self, upload: ObservedMessage) -> ObservedMessage | None:
-        """Return the broadcast that an upload answers; None if the view has none. Decode no other message."""
+        """Return the broadcast that an upload answers, or None if it is not in the view. Decode no other message."""
         broadcast = None
         for seen in self._seen("down"):
             if (seen.site, seen.round, seen.attempt) == (upload.site, upload.round, upload.attempt):
@@ -199,10 +199,10 @@ class AdversaryKnowledge:
     """Declared knowledge of an adversary, in addition to its view.
 
     Attributes:
-        task: base model with its adapter, and the preparation of examples.
+        task: base model with its adapter, and example preprocessing.
         initial: adapter weights of round 0, which every party can generate.
         server: weights of the server's final model; None if the adversary does not have them.
-        says: description of this knowledge for a report.
+        says: description of this knowledge for reports.
     """
 
     task: Task
@@ -217,7 +217,7 @@ class ModelOutput:
 
     Attributes:
         prediction: prediction of the attacked model.
-        loss: its loss on the example's own target, averaged over positions, in nats.
+        loss: the attacked model's loss on the example's own target, averaged over positions, in nats.
         base_loss: the same loss for the public base model, which every party has.
     """
 
@@ -229,7 +229,7 @@ class ModelOutput:
 class AuditAttack(ABC):
     """Base class of attacks that `fedveil audit` runs. An attack subclasses `ModelAttack` or `UploadAttack`.
 
-    An attack can be created without arguments. It names its scores, and no other attack gives a score of the same name.
+    An attack can be created without arguments. It names its scores, and no two attacks share a score name.
     A higher score means that an example is more likely a member. No attack learns which examples are members.
 
     Attributes:
@@ -252,7 +252,7 @@ class AuditAttack(ABC):
 
 
 class ModelAttack(AuditAttack):
-    """An attack on a model's output for one example. The audit runs it on the server's and on rebuilt models."""
+    """An attack on a model's output for one example. The audit runs it on the server's model and on rebuilt models."""
 
     must_lose: ClassVar[Sequence[str]] = (ROUND_0, OTHER_ROWS)
 
@@ -266,7 +266,7 @@ class UploadAttack(AuditAttack):
 
     Attributes:
         reads: the kinds of upload (`Method.upload_kind`: "weights", "gradients" or "changes") that it understands.
-            Quantized uploads are no separate kind: `AdversaryView.added` decodes them.
+            Quantized uploads are not a separate kind: `AdversaryView.added` decodes them.
     """
 
     must_lose: ClassVar[Sequence[str]] = (OTHER_ROWS, WRONG_SITE)
@@ -279,7 +279,7 @@ class UploadAttack(AuditAttack):
 
 
 def list_attacks() -> list[AuditAttack]:
-    """Return all attacks: those of this package's modules, sorted by name, then those of other packages.
+    """Return all attacks: first this package's, sorted by module name, then those from other packages.
 
     Raises:
         ConfigError: an entry point is not an attack.

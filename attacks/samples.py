@@ -31,13 +31,13 @@ LEAST = 20  # minimum number of examples per side for a meaningful interval
 
 @dataclass(frozen=True)
 class AuditSample:
-    """Prepared examples with their labels (all "" if they have none)."""
+    """Preprocessed examples with their labels (all "" if they have none)."""
 
     rows: Rows
     labels: Sequence[str]
 
     def first(self, most: int) -> AuditSample:
-        """Return the first examples, at most `most`."""
+        """Return the first `most` examples, or all of them if there are fewer."""
         return AuditSample(self.rows[:most], self.labels[:most])
 
     def shuffled(self, seed: int) -> AuditSample:
@@ -46,12 +46,12 @@ class AuditSample:
         return AuditSample([self.rows[i] for i in at], [self.labels[i] for i in at])
 
     def halves(self, most: int) -> tuple[AuditSample, AuditSample]:
-        """Return two samples without a common example, each of at most `most`, and of at most half of all."""
+        """Return two disjoint samples of equal size: at most `most` examples each, and at most half of all."""
         size = min(most, len(self.rows) // 2)
         return self.first(size), AuditSample(self.rows[size : 2 * size], self.labels[size : 2 * size])
 
     def alike(self, labels: Sequence[str], most: int) -> AuditSample:
-        """Return at most `most` of the examples that have one of `labels`."""
+        """Return at most `most` of the examples whose label is in `labels`."""
         at = [i for i, label in enumerate(self.labels) if label in set(labels)][:most]
         return AuditSample([self.rows[i] for i in at], [self.labels[i] for i in at])
 
@@ -62,9 +62,9 @@ class AuditDataSource:
 
     Attributes:
         data: examples of all sites, split as in the run config; None means the run config's task.data.
-        sites: alternatively, examples of individual sites by name.
-        non_members: examples that no site has; None means those of `data` that task.examples-per-site left out,
-            else its split "test".
+        sites: alternatively, examples of individual sites by site name.
+        non_members: examples that no site has; None means the examples in `data` that task.examples-per-site left
+            out, or else the split "test".
         most: maximum number of members, and of non-members.
         seed: seed of the selection.
     """
@@ -90,7 +90,7 @@ class AuditDataSource:
 def draw_samples(
     source: AuditDataSource, config: RunConfig, task: Task, asked: Sequence[str], took_part: Sequence[str]
 ) -> tuple[dict[str, AuditSample], AuditSample]:
-    """Return the prepared members of each site that took part, and non-members. `asked`: every site of the run.
+    """Return the preprocessed members of each site that took part, and non-members. `asked` lists the run's sites.
 
     Raises:
         ConfigError: `source` names no examples, or there are too few.
@@ -113,7 +113,7 @@ def draw_samples(
 def site_members(
     source: AuditDataSource, config: RunConfig, task: Task, asked: Sequence[str], took_part: Sequence[str]
 ) -> dict[str, Examples]:
-    """Return each participating site's training examples; the run's sites get shares in the order of their names."""
+    """Return each participating site's training examples; shares are assigned to the run's sites in name order."""
     if source.sites:
         if unknown := sorted(set(source.sites) - set(took_part)):
             raise ConfigError(f"--site: expected a site of the run ({', '.join(took_part)}), found {unknown[0]}")
@@ -131,13 +131,13 @@ def site_members(
 def draw_non_members(
     source: AuditDataSource, config: RunConfig, members: Mapping[str, Examples], sites: int
 ) -> Examples:
-    """Return examples that no site has: those named in `source`, those beyond examples-per-site, or split "test"."""
+    """Return examples that no site has: those in `source`, those beyond examples-per-site, or the split "test"."""
     whole = parse(config.flat() | {"task.examples-per-site": 0})
     task = tasks.load_task(whole, strategies.create_method("fedavg").adapter, "cpu")  # only reads examples
     if source.non_members:
         try:
             return task.examples(source.non_members, "test")
-        except TaskError as error:  # its text names task.data, not the option
+        except TaskError as error:  # its message names task.data, not the option
             raise ConfigError(f"--non-members: {str(error).removeprefix('task.data: ')}") from error
     data = _data(source, config)
     if data is None:
@@ -162,16 +162,16 @@ def natural_key(name: str) -> list[tuple[int, str]]:
 
 
 def encode_examples(task: Task, examples: Sequence[Example]) -> list[Rows]:
-    """Prepare the rows of each example, all at once, because a task may log what it truncates."""
+    """Preprocess all examples in one call, because a task may log what it truncates; return each example's rows."""
     rows = task.encode(examples)
-    if len(rows) != len(examples):  # a task that makes several rows from one example
+    if len(rows) != len(examples):  # the task makes several rows from one example
         return [task.encode([example]) for example in examples]
     return [[row] for row in rows]
 
 
 def _prepared(config: RunConfig, examples: Examples, prepared: Sequence[Rows]) -> AuditSample:
-    """Return rows with the label of their example; "" if the data was not partitioned by label."""
-    skewed = config.task.partition != "iid"  # otherwise a site has no labels of its own
+    """Return the rows, each with its example's label, or "" if the data was not partitioned by label."""
+    skewed = config.task.partition != "iid"  # otherwise no labels are specific to a site
     name = config.task.label_column
     labels = [""] * len(examples)
     if skewed and examples and name in examples[0].values:

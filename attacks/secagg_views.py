@@ -1,22 +1,23 @@
-"""Views of a run with secure aggregation: each site's masked vector, read as if unmasked, and the sums.
+"""Views of a run with secure aggregation: each site's masked vector, read as if it were unmasked, and the sums.
 
-The server really has the sums. Both are adversary views, so every attack runs on them as on an unmasked run.
+The server does have the sums. Vectors and sums are both adversary views, so every attack runs on them as on an unmasked
+run.
 
 | view | tensors instead of a site's upload |
 |---|---|
 | `MaskedUploadView` | its masked vector, decoded as if it were not masked, under the spec's names |
-| `MaskedUploadView` with `off` | the same without the masks that the adversary knows: a site's own, a colluder's |
-| `SecureSumView` | the sum that includes the upload, as the next broadcast shows it |
+| `MaskedUploadView` with `off` | the same, minus the masks the adversary knows: a site's own mask or a colluder's |
+| `SecureSumView` | the sum that includes the upload, as revealed by the next broadcast |
 
-Decoding is linear, and a vector is uniform if any of its masks is unknown, so there is no better reading to try.
+Decoding is linear, and a vector is uniform if any of its masks is unknown, so no other decoding would do better.
 With all masks removed, the vector equals the site's values up to rounding; this checks that the view decodes correctly.
 
 | the method sends | its sum is |
 |---|---|
 | weights | the mean, which is the next broadcast, or the final model |
-| gradients, with which the server takes a plain SGD step | (w_t - w_{t+1}) / eta |
-| with `server.optimizer` | not computed here, although the broadcasts of all rounds together show it |
-| anything else | not shown by broadcasts: there is no `SecureSumView` |
+| gradients for a plain SGD step on the server | (w_t - w_{t+1}) / eta |
+| with `server.optimizer` | not computed here, although the broadcasts of all rounds together reveal it |
+| anything else | not revealed by broadcasts, so there is no `SecureSumView` |
 """
 
 from __future__ import annotations
@@ -63,8 +64,7 @@ class _WithoutUploads(AdversaryView, ABC):
     """A view that replaces individual uploads with other tensors.
 
     Attributes:
-        exchange: exchange as attacks read it: masks are the zeros of a tensor, regardless of their
-            encoding.
+        exchange: exchange as attacks read it: a tensor's zeros are its masks, regardless of their encoding.
         sent: exchange as it was transmitted.
     """
 
@@ -93,7 +93,7 @@ class MaskedUploadView(_WithoutUploads):
 
     Attributes:
         secure: section of the run's config.
-        off: masks to subtract first, by round, attempt and site.
+        off: masks to remove first, by round, attempt and site.
     """
 
     secure: SecureConfig = field(kw_only=True)
@@ -125,7 +125,7 @@ class MaskedUploadView(_WithoutUploads):
 
 
 def read_unmasked(slots: VectorLayout, ring: FixedPointRing, vector: Integers) -> dict[str, Tensor]:
-    """Decode a vector as if it were not masked: values divided by their weight, and zero if the weight is zero.
+    """Decode a vector as if it were not masked: divide values by their weight, or return zero if the weight is zero.
 
     An impossible weight is clipped to the nearest possible one. A name whose only weight is zero is omitted.
     """
@@ -144,10 +144,10 @@ def read_unmasked(slots: VectorLayout, ring: FixedPointRing, vector: Integers) -
 @final
 @dataclass(frozen=True)
 class SecureSumView(_WithoutUploads):
-    """A view with the round's sum instead of every upload in it.
+    """A view that replaces each upload with the sum of its round.
 
     Attributes:
-        final: weights of the last model, because no broadcast follows it.
+        final: weights of the final model, because no broadcast follows the last round.
     """
 
     final: Weights = field(kw_only=True)
@@ -156,7 +156,7 @@ class SecureSumView(_WithoutUploads):
     def from_capture(cls, tap: MessageCapture, exchange: MessageExchange, final_: Weights) -> SecureSumView | None:
         """Create the view from a run's captured messages; None if broadcasts do not reveal the sums."""
         method = exchange.method
-        if exchange.optimizer is not None:  # the sum then needs all broadcasts before it, which is not computed here
+        if exchange.optimizer is not None:  # the sum then depends on all earlier broadcasts; not computed here
             return None
         if method.upload_kind == "weights" or _rate(method) is not None:
             return cls(tap, _read_as(exchange), sent=exchange, final=final_)
@@ -164,7 +164,7 @@ class SecureSumView(_WithoutUploads):
 
     @override
     def _seen(self, direction: Direction) -> Iterator[CapturedMessage]:
-        """Yield the captured messages, without attempts that were repeated, because those have no sum."""
+        """Yield the captured messages of each round's last attempt, because earlier attempts have no sum."""
         last = {s.round: s.attempt for s in sorted(self.tap.messages(), key=lambda s: s.attempt)}
         return (s for s in super()._seen(direction) if s.attempt == last[s.round])
 
@@ -182,7 +182,7 @@ class SecureSumView(_WithoutUploads):
 
 
 def _rate(method: Method) -> float | None:
-    """Return the server's step size along a mean gradient; None if the method takes no such step."""
+    """Return the server's step size along the mean gradient, or None if the method takes no such step."""
     if isinstance(method, RandomBinary | FixedPosition) and method.optimiser == "sgd":
         return fedsgd.learning_rate_of(method.learning_rate, method.exchange, method.optimiser)
     return None
@@ -196,9 +196,9 @@ def _read_as(exchange: MessageExchange) -> MessageExchange:
 def secagg_view_of_run(
     folder: Path, config: RunConfig, method: Method, task: Task
 ) -> tuple[AdversaryView, AdversaryView | None, Sequence[str], Weights]:
-    """Return `secagg_views` of the run in a folder, and its final model. Raises StateError if one is missing."""
+    """Return `secagg_views` of the run in a folder, and its final model. Raises StateError if either is missing."""
     tap = MessageCapture(folder / "tap", FileSeal.of_environment())
-    list(tap.messages())  # raises an error that says how to capture messages
+    list(tap.messages())  # raises an error that tells how to capture messages
     server = method.models(load_state(folder / "final" / "server.safetensors"))["server"]
     optimizer = ServerOptimizer.from_config(config.server)
     exchange = MessageExchange(method, config.method.name, task.spec, optimizer)
@@ -208,7 +208,7 @@ def secagg_view_of_run(
 def secagg_views(
     tap: MessageCapture, exchange: MessageExchange, config: RunConfig, server: Weights
 ) -> tuple[AdversaryView, AdversaryView | None, Sequence[str]]:
-    """Return the server's view; for a secure run also its sums and sentences on what it could not see."""
+    """Return the server's view; for a secure run also its sums, and sentences about what it could not see."""
     if not config.secure.enabled:
         return AdversaryView.server(tap, exchange), None, ()
     view, sums = (
@@ -219,14 +219,14 @@ def secagg_views(
 
 
 def secagg_notes(view: MaskedUploadView, sums: SecureSumView | None) -> list[str]:
-    """Return report sentences on what a protocol-following server could not see in a secure run."""
+    """Return report sentences about what an honest-but-curious server could not see in a secure run."""
     method, exception = view.exchange.name, single_site(view.exchange.method.has_single_site_entries)
     exceptions = [exception] if exception else []
     return [
-        "Secure aggregation: a server that followed the protocol could NOT see a single upload, nor its norm, its "
-        "examples or its figures. It had one masked vector per site and round, the sums, and its own broadcasts. "
+        "Secure aggregation: a server that followed the protocol could NOT see any single upload, or its norm, "
+        "examples or metrics. It had one masked vector per site and round, the sums, and its own broadcasts. "
         "Findings under a site's name come from the masked vectors, read as if they were not masked: they should "
-        "equal the controls to lose, and any other finding is a fault.",
+        "match the controls to lose; any other finding indicates a fault.",
         *exceptions,
         "The captured messages lack the shares that sites revealed, so each site's own mask remains here; the "
         "server itself can remove it, which leaves the masks that pairs of sites share (`fedveil bench "

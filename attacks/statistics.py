@@ -1,4 +1,4 @@
-"""Statistics of how well scores separate members from non-members, in host-side NumPy without a model.
+"""Statistics of how well scores separate members from non-members, computed in NumPy on the CPU without a model.
 
 A higher score means that an example is more likely a member. No statistic is ever flipped: a value below
 0.5 stays below 0.5.
@@ -50,15 +50,15 @@ Scores = NDArray[np.float64]
 Statistic = Callable[[Scores, Scores], float]
 OfDraws = Callable[
     [Scores, Scores], Scores
-]  # of each of many resamples, (draws, rows): `areas_under_roc`, `tprs_at_fpr`
-_MOST_DRAWN = 1 << 20  # scores of resamples in memory at a time: 8 MB
-_RANK_RATIO = 3  # of the ranks at which an epsilon is bounded
+]  # one value per resample, from scores of shape (draws, rows): `areas_under_roc`, `tprs_at_fpr`
+_MOST_DRAWN = 1 << 20  # maximum number of resampled scores in memory at a time: 8 MB
+_RANK_RATIO = 3  # ratio of successive ranks at which epsilon is bounded
 _BOUND_STEPS = 200  # halvings of an interval: beyond double precision
 
 
 @dataclass(frozen=True)
 class IntervalEstimate:
-    """A value with its 95 % interval."""
+    """A value with its 95% interval."""
 
     value: float
     low: float
@@ -66,7 +66,8 @@ class IntervalEstimate:
 
 
 def area_under_roc(members: Scores, non_members: Scores) -> float:
-    """Return P(a member scores above a non-member), ties halved. Raises ValueError for an empty side or a NaN."""
+    """Return P(a member scores above a non-member), counting ties as half. Raises ValueError if a side is empty or
+    has a NaN."""
     _check(members, non_members)
     ordered = np.sort(non_members)
     below = np.searchsorted(ordered, members, "left")
@@ -77,8 +78,8 @@ def area_under_roc(members: Scores, non_members: Scores) -> float:
 def tpr_at_fpr(members: Scores, non_members: Scores, fpr: float) -> float:
     """Return the fraction of members above the lowest threshold that at most `fpr` of the non-members exceed.
 
-    The threshold is a non-member's own score, so that ties count for neither side. With fewer than 1 / fpr non-members
-    none of them may exceed it.
+    The threshold is a non-member's own score, so that ties count for neither side. With fewer than 1 / fpr non-members,
+    none of them may exceed the threshold.
 
     Raises:
         ValueError: an fpr outside 0 to 1, an empty side or a NaN.
@@ -88,7 +89,7 @@ def tpr_at_fpr(members: Scores, non_members: Scores, fpr: float) -> float:
 
 
 def areas_under_roc(members: Scores, non_members: Scores) -> Scores:
-    """Return `area_under_roc` of each row of (draws, members) and (draws, non-members), which must not be empty."""
+    """Return `area_under_roc` for each row of (draws, members) and (draws, non-members); neither may be empty."""
     from scipy.stats import rankdata  # takes a second to load
 
     ranks = rankdata(np.concatenate((members, non_members), axis=1), axis=1)
@@ -97,7 +98,7 @@ def areas_under_roc(members: Scores, non_members: Scores) -> Scores:
 
 
 def tprs_at_fpr(members: Scores, non_members: Scores, fpr: float) -> Scores:
-    """Return `tpr_at_fpr` of each row, as `areas_under_roc` does. Raises ValueError for an fpr outside 0 to 1."""
+    """Return `tpr_at_fpr` for each row, like `areas_under_roc`. Raises ValueError for an fpr outside 0 to 1."""
     if not 0 <= fpr <= 1:
         raise ValueError(f"fpr: expected a rate from 0 to 1, found {fpr}")
     count = non_members.shape[1]
@@ -112,7 +113,7 @@ def tprs_at_fpr(members: Scores, non_members: Scores, fpr: float) -> Scores:
 def bootstrap_interval(
     statistic: OfDraws, members: Scores, non_members: Scores, rng: np.random.Generator, resamples: int = 1000
 ) -> IntervalEstimate:
-    """Return the statistic with its 95 % percentile interval; members and non-members are resampled independently."""
+    """Return the statistic with its 95% percentile interval; members and non-members are resampled independently."""
     _check(members, non_members)
     at_once = max(1, _MOST_DRAWN // (len(members) + len(non_members)))
     drawn: list[float] = []
@@ -131,8 +132,8 @@ def rank_test(
 ) -> float:
     """Return z of the rank sums within labels: standard normal if members and non-members of a label score alike.
 
-    It is above 0 if members score higher. Labels are weighted for least variance; without labels this is Mann and
-    Whitney's test, with ties. It is 0 if no label has examples on both sides, or if all scores of a label are equal.
+    z is above 0 if members score higher. Labels are weighted for minimum variance; without labels this is the
+    Mann-Whitney test with ties. z is 0 if no label has examples on both sides, or if all scores in a label are equal.
     """
     _check(members, non_members)
     mine, theirs = (np.asarray(of) if len(of) else np.zeros(n) for of, n in (
@@ -150,12 +151,12 @@ def rank_test(
 
 
 def two_sided(z: float) -> float:
-    """Return the probability that a standard normal variable is further from 0 than z."""
+    """Return the probability that a standard normal variable is farther from 0 than z."""
     return math.erfc(abs(z) / math.sqrt(2))
 
 
 def holm_correction(p_values: Sequence[float]) -> list[float]:
-    """Return Holm-corrected p-values: the chance of any false one below alpha is at most alpha.
+    """Return Holm-corrected p-values: the chance that any true null hypothesis is rejected at alpha is at most alpha.
 
     This holds for any dependence between the tests.
     """
@@ -166,7 +167,7 @@ def holm_correction(p_values: Sequence[float]) -> list[float]:
     return corrected_p
 
 
-@lru_cache(maxsize=1 << 14)  # a bound asks for the same counts at many thresholds
+@lru_cache(maxsize=1 << 14)  # a bound requests the same counts at many thresholds
 def clopper_pearson(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
     """Return the exact confidence interval for a binomial probability. Raises ValueError for impossible counts."""
     if not 0 <= successes <= trials or trials < 1:
@@ -184,13 +185,13 @@ def epsilon_lower_bound(
 
         TPR <= e^eps FPR + delta   =>   eps >= ln((TPR_low - delta) / FPR_high)
 
-    The thresholds are the scores of the non-members of rank 1, 3, 9, ... from above, so their number depends on no
-    score. At the threshold of rank j the false positive rate is Beta(j, n - j + 1), and independent of the members
-    above it, which are binomial. So each pair of bounds is exact, and the best of them holds with Bonferroni's
-    correction. A third of the error is that of the first rank, which decides for scores that hardly overlap. Equal
-    scores are ordered at random. Memory grows with the scores, not with their square.
+    The thresholds are the scores of the non-members of rank 1, 3, 9, ... from the top, so the number of thresholds does
+    not depend on the scores. At the threshold of rank j, the false positive rate is Beta(j, n - j + 1) and independent
+    of the number of members above it, which is binomial. So each pair of bounds is exact, and the best of them holds
+    with a Bonferroni correction. A third of the error goes to the first rank, which matters most when scores hardly
+    overlap. Equal scores are ordered at random. Memory is linear in the number of scores, not quadratic.
 
-    Formal guarantees: the bound fails with probability 1 - confidence at most. The membership of each example must be
+    Formal guarantees: the bound fails with probability at most 1 - confidence. The membership of each example must be
     independent of the others. Several examples of one trained model are not independent, so on one model the bound is
     an indication, not a proof.
     """
@@ -247,20 +248,20 @@ def _check(members: Scores, non_members: Scores) -> None:
 
 
 def student_t(freedom: int, alpha: float = 0.05) -> float:
-    """Return the factor of a standard error for a two-sided interval of 1 - alpha, by its degrees of freedom."""
-    from scipy.special import stdtrit  # heavy
+    """Return the number of standard errors in half a two-sided interval of 1 - alpha, given the degrees of freedom."""
+    from scipy.special import stdtrit  # slow to import
 
     return -float(stdtrit(freedom, alpha / 2))
 
 
 def confidence_interval(values: Sequence[float]) -> dict[str, float]:
-    """Return the mean with a 95 % interval by Student's t; a single value has no width, and n = 1."""
+    """Return the mean with its 95% Student t interval; for a single value, n = 1 and the interval has no width."""
     mean, n = statistics.fmean(values), len(values)
     half = student_t(n - 1) * statistics.stdev(values) / math.sqrt(n) if n > 1 else 0.0
     return {"mean": mean, "low": mean - half, "high": mean + half, "n": n}
 
 
 def confidence_intervals(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Return the `confidence_interval` over runs of each metric that all runs have."""
+    """Return the `confidence_interval`, over runs, of each metric present in all runs."""
     shared = [name for name in runs[0] if all(name in run for run in runs)]
     return {name: confidence_interval([run[name] for run in runs]) for name in shared}

@@ -2,9 +2,9 @@
 
 It imports neither torch nor transformers, because Flower starts a new process for every message.
 
-The site's log has every error in full. The server learns the type of an error but not its text, which may quote data or
-paths. It gets the reason only for refusals by the site's policy or ledger and for malformed messages. For a
-worker that ended, it also gets the cause, such as too little memory, but no numbers.
+The site's log has the full text of every error. The server learns only an error's type, because its text may quote data
+or paths. It gets the reason only for refusals by the site's policy or ledger and for malformed messages. If a
+worker ended, it also gets the cause, such as too little memory, but no numbers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def train_app(message: Message, context: Context) -> Message:
 
 @app.query("secure")
 def secure_(message: Message, context: Context) -> Message:
-    """Answer a request of secure aggregation for a key, a signature or shares, without a worker."""
+    """Answer a secure-aggregation request for a key, a signature or shares, without a worker."""
     try:
         record, assignment = _records(message, context)
         answer = _answered(record, assignment)
@@ -77,7 +77,7 @@ def _answered(record: ArrayRecord, assignment: ClientAssignment) -> bytes:
     order, asked = assignment.order, b"".join(_drained(record))
     asked = statement_envelope.unpack_statement(asked, order.round, "down", order.address.of_broadcast, MOST_BYTES)
     with ClientStateStore.open(assignment.site.state_dir, order.run, assignment.name).in_turn():
-        decisions.check_round(assignment, sys.maxsize)  # it may have been purged meanwhile
+        decisions.check_round(assignment, sys.maxsize)  # the run may have been purged in the meantime
         answer = statement_envelope.pack_statement(
             secure_round.answer_secagg_request(assignment, asked), order.round, "up", order.address
         )
@@ -129,8 +129,8 @@ def _trained(record: ArrayRecord, assignment: ClientAssignment) -> list[bytes]:
 
 
 def _in_this_process(message: Iterator[bytes], assignment: ClientAssignment) -> list[bytes]:
-    """Run the client round in this process, if the run config requires it or in the simulation engine."""
-    # Imported here because a process that hands the message to a worker must not pay for torch.
+    """Run the client round in this process, because the run config requires it or this is the simulation engine."""
+    # Imported here because a process that passes the message to a worker must not pay for importing torch.
     from fedveil.client_app.client_session import ClientSession
 
     with contextlib.closing(ClientSession()) as session:
@@ -139,7 +139,7 @@ def _in_this_process(message: Iterator[bytes], assignment: ClientAssignment) -> 
 
 
 def _until(seconds: float) -> Watch:
-    """Return a watch that ends the client round at its first step after that time."""
+    """Return a watch that ends the client round at the first step after `seconds` have passed."""
     end = time.monotonic() + seconds
 
     def watch(step: TrainingProgress) -> None:
@@ -150,13 +150,13 @@ def _until(seconds: float) -> Watch:
 
 
 def _drained(record: ArrayRecord) -> Iterator[bytes]:
-    """Yield the message's slices, removing each from the record first."""
+    """Yield the message's slices, removing each one from the record first."""
     for name in chunking.order_slices(list(record)):
         yield record.pop(name).data
 
 
 def private_reason(error: Exception) -> tuple[str, str]:
-    """Return error type and text for the site's own log; unexpected errors also name the traceback file."""
+    """Return an error's type and text for the site's own log; unexpected errors also name the traceback file."""
     if not isinstance(error, connection.ClientRoundError):
         return type(error).__name__, str(error)
     ours = error.trace is None or hasattr(errors, error.kind)

@@ -1,7 +1,8 @@
 """The inputs of one client round at this site, read before any example. Does not use Flower.
 
-`ClientRound.open` reads all of it once. A policy change during a round takes effect in the next round. Only the check
-of the upload before it leaves the site reads the current file (`decisions.check_upload`, in another process).
+`ClientRound.open` reads all of them once, so a policy change during a round takes effect in the next round. Only the
+check of the upload before it leaves the site reads the current policy file (`decisions.check_upload`, in another
+process).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from fedveil.wire import header
 
 @dataclass(frozen=True)
 class LoadedTask:
-    """The task with its base model in memory, and the message exchange of the method for it."""
+    """The task with its base model in memory, and the method's message exchange for it."""
 
     task: Task
     exchange: MessageExchange
@@ -46,10 +47,10 @@ class SiteData:
     """The site's prepared examples, and their split into training and held-out examples.
 
     Attributes:
-        refusal: reason why the site reports no held-out score, a key of `held_out_report.REFUSALS`; 0: it may report
+        refusal: why the site reports no held-out score: a key of `held_out_report.REFUSALS`; 0 if it may report
             one.
         data_set: id of the data set; "" if no example is held out.
-        units: rows of each unit; None if each row is one.
+        units: rows of each unit; None if each row is a unit.
     """
 
     prepared: PreparedData
@@ -64,10 +65,10 @@ class ClientRoundResult:
     """The result of a client round.
 
     Attributes:
-        parts: the upload in parts to be joined; dense parts are views of the trained tensors.
+        parts: the upload, in parts to be joined; dense parts are views of the trained tensors.
         load_seconds: time to load the base model and the examples; almost 0 once they are in memory.
-        counts: the site's rows that were cut or left out; None in a task that does neither.
-        notes: how the site's data were read, see `fedveil.data.reading_notes`; they stay at the site.
+        counts: how many of the site's rows were truncated or dropped; None if the task does neither.
+        notes: how the site's data was read, see `fedveil.data.reading_notes`; the notes stay at the site.
     """
 
     parts: list[Buffer]
@@ -84,11 +85,11 @@ class ClientRound:
         assignment: the server's instruction, the run config, the node config.
         policy: the site's policy, read once per round.
         seal: encryption of the files that the site stores.
-        states: private state of the run, by round.
-        secret: the secret from which the site derives its random draws of the run.
-        replays: rounds that the site has already served.
-        references: the weights that the site last trained from.
-        secagg: this round's part in secure aggregation; None if uploads are in the clear.
+        states: the site's private state in the run, by round.
+        secret: the secret from which the site derives its random draws for the run.
+        replays: the record of the rounds that the site has already served.
+        references: the record of the weights that the site last trained from.
+        secagg: this round's part in secure aggregation; None if uploads are not masked.
     """
 
     assignment: ClientAssignment
@@ -106,7 +107,7 @@ class ClientRound:
 
         Raises:
             PolicyError, WireError: the policy is unreadable, or the site rejects the plan.
-            StateError, ConfigError: the site's stored state of the run is unreadable.
+            StateError, ConfigError: the site's stored state for the run is unreadable.
         """
         site, run, name, config = assignment.site, assignment.order.run, assignment.name, assignment.config
         policy = load_policy(site)
@@ -125,7 +126,7 @@ class ClientRound:
         )
 
     def build_context(self, method: Method, task: Task) -> RoundContext:
-        """Return the method's context: identity, round, random streams, and the device for whole tensors."""
+        """Return the context for the method: identity, round, random streams, and the device for whole tensors."""
         order, config = self.assignment.order, self.assignment.config
         return RoundContext(
             order.round,
@@ -139,13 +140,13 @@ class ClientRound:
         )
 
     def select_participate(self, exchange: MessageExchange) -> Participate:
-        """Return the site's half of the exchange, which masks the upload under secure aggregation."""
+        """Return the site's half of the exchange, which masks the upload if secure aggregation is on."""
         if self.secagg is None:
             return exchange.participate
         return self._codec(exchange).of_site(self.secagg.site, self.secagg.plan, self.secagg.terms)
 
     def charged_guarantee(self, exchange: MessageExchange, guarantee: PrivacyGuarantee) -> PrivacyGuarantee:
-        """Return the guarantee as the ledger charges it: noise in the sum depends on this round's integers."""
+        """Return the guarantee as charged to the ledger: noise in the sum depends on this round's integers."""
         if self.secagg is not None and (noise := self._codec(exchange).noise) is not None:
             guarantee = noise.charged(self._codec(exchange).ring(self.secagg.plan))
         return charged_guarantee(guarantee, self.policy.roster)
@@ -156,7 +157,7 @@ class ClientRound:
         return MaskedUploadCodec.from_exchange(exchange, self.assignment.order.round, self.secagg.plan.bits, guarantee)
 
     def require_same(self, message: Buffer) -> Buffer:
-        """Return the message if it is the plan's, and the round was served with no other message and state.
+        """Return the message if it matches the plan, and the round was not served with a different message or state.
 
         Raises PolicyError, WireError.
         """
@@ -168,9 +169,9 @@ class ClientRound:
 
 
 def device_for(method: Method, task: Task, config: RunConfig, is_masked: bool) -> torch.device | None:
-    """Return the device on which the method works on whole tensors; None: the CPU.
+    """Return the device on which the method works on whole tensors, or None for the CPU.
 
-    Masks of secure aggregation, and noise of steps, are generated on the CPU, for tensors that are there.
+    Secure-aggregation masks and step noise are generated on the CPU, so the tensors have to be there.
     """
     works_there = method.on_device and not is_masked and DpSgdConfig.from_config(config.dp) is None
     return task.accelerator if works_there else None

@@ -1,11 +1,11 @@
-"""The rounds of one site in one run: decode, train, save private state, encode. It does not use Flower.
+"""The rounds of one site in one run: decode, train, save private state, encode. Does not use Flower.
 
 The loaded task, the prepared examples and other ranks stay in memory between rounds. The steps of a round:
 
 | step | if it fails |
 |---|---|
-| 1. read its inputs (`ClientRound.open`) | PolicyError, WireError, StateError; no example was read |
-| 2. load task and examples without those of withdrawn units, unless they are in memory | ConfigError, TaskError |
+| 1. read its inputs (`ClientRound.open`) | PolicyError, WireError, StateError; no example has been read |
+| 2. load the task and all examples except those of withdrawn units, if not in memory | ConfigError, TaskError |
 | 3. build the trainer (`trainer_stack`), load the private state | ConfigError, StateError |
 | 4. if this round was served before, compare the message with the earlier one | PolicyError |
 | 5. train and create the upload, masked under secure aggregation | no state changes |
@@ -59,9 +59,9 @@ class _PreparedRows:
 
 
 class ClientSession:
-    """The rounds of one site in one run. Base model and prepared examples stay in memory between them.
+    """The rounds of one site in one run. The base model and the prepared examples stay in memory between rounds.
 
-    All rounds must agree in everything that determines the task; the owner of an instance ensures that. Examples are
+    All rounds must agree on everything that determines the task; the owner of an instance ensures this. Examples are
     reloaded if their files have changed.
     """
 
@@ -74,14 +74,14 @@ class ClientSession:
     def run_round(
         self, receive: Callable[[], Buffer], assignment: ClientAssignment, watch: Watch = ignore_progress
     ) -> ClientRoundResult:
-        """Run one round of this site. `receive` returns the message, and the caller keeps no copy of it.
+        """Run one of this site's rounds. `receive` returns the message, and the caller keeps no copy of it.
 
         The private state continues from the round that the instruction names, and is on disk before the upload is
         returned.
 
         Raises:
             PolicyError: the site refuses to train from the received weights, the upload used fewer examples than the
-                site requires, or the round was served with another message before. The last private state stays.
+                site requires, or the round was already served with a different message. The last private state stays.
             StateError: the private state cannot be read or written.
         """
         started = time.perf_counter()
@@ -105,14 +105,14 @@ class ClientSession:
         """Return the task with its exchange, loading it once and starting the other ranks.
 
         Raises:
-            PolicyError: the method's fields differ from those of the run config, which the policy has checked.
+            PolicyError: the method's parameters differ from those in the run config, which the policy has checked.
             ConfigError: the method or task does not support the optimizer or the number of processes.
         """
         if self._task is None:
             order, config = assignment.order, assignment.config
             method = strategies.create_from_json(order.method, order.fields)
             if assignment.site.policy and method != strategies.create_method(config.method.name, config.method.params):
-                # The policy has checked the run config's fields, without a method's code.
+                # The policy has checked the parameters in the run config, without running the method's code.
                 raise PolicyError("order.fields: expected the run config's, found different ones; submit the run again")
             optimizers.check_optimizer(method, config)
             task = tasks.load_task(assignment.site_config, method.adapter, at_first(assignment, method))
@@ -122,17 +122,17 @@ class ClientSession:
         return self._task
 
     def launch_ranks(self, task: Task, assignment: ClientAssignment) -> RankLauncher | None:
-        """Start the other ranks of the site; return None if the task does not benefit from them."""
+        """Start the site's other ranks; return None if the task does not benefit from them."""
         if isinstance(task, AdaptedTask) and count_ranks(assignment) > 1:
             return RankLauncher(task, assignment)
         name, asked = assignment.config.task.name, assignment.site.processes
-        log.info("processes: only one of %d trains, because %s gains nothing from more", asked, name)
+        log.info("processes: only one of %d trains, because %s does not benefit from more", asked, name)
         return None
 
     def load_data(self, round_: ClientRound, task: Task) -> SiteData:
         """Return the site's prepared examples, and their split into training and held-out examples.
 
-        No example is held out if this site would report no score for it.
+        No examples are held out if this site would not report a score for them.
 
         Raises:
             ConfigError: neither the node config nor the run config names a folder.
@@ -156,11 +156,11 @@ class ClientSession:
         fingerprint, withdrawn = _fingerprint(data), WithdrawalRecord.open(site.state_dir, round_.seal).read()
         if self._rows is None or (self._rows.fingerprint, self._rows.withdrawn) != (fingerprint, withdrawn):
             share = DatasetShard(site.partition_id, site.num_partitions) if site.num_partitions > 1 else None
-            self._rows = self._split = None  # not two data sets in memory
+            self._rows = self._split = None  # never two data sets in memory
             if said := describe_site_columns(assignment.config, site.columns):
                 log.info("%s", said)
-            # Prepared examples are in the clear, and of all rows: a site that encrypts its stored files or has
-            # withdrawn a unit stores none.
+            # Prepared examples are stored unencrypted and cover all rows, so a site that encrypts its stored files or
+            # has withdrawn a unit does not store them.
             is_shelved = not site.key_file and not withdrawn.units
             if withdrawn.units:
                 remove_shelves(site.state_dir)
@@ -172,7 +172,7 @@ class ClientSession:
             units = group_rows_of_run(assignment.site_config, prepared, data, share)
             if (units is not None or withdrawn.units) and _fingerprint(data) != fingerprint:
                 raise TaskError(
-                    f'task.data: expected "{data}" to stay unchanged while it is read, found a change; start again'
+                    f'task.data: expected "{data}" to stay unchanged while it is being read, found a change; try again'
                 )
             self._rows = _PreparedRows(fingerprint, withdrawn, prepared, units, tuple(notes))
             if (counts := prepared.counts) is not None and self._task is not None:
@@ -182,15 +182,15 @@ class ClientSession:
         return self._rows
 
     def close(self) -> None:
-        """End the processes that were started for the rounds."""
+        """Stop the processes that were started for the rounds."""
         if self._ranks:
             self._ranks.close()
 
 
 def _split_rows(round_: ClientRound, prepared: PreparedData, part: float) -> SiteData:
-    """Return the split of the examples from the site's record, which divides no unit of the site's `unit-column`.
+    """Return the split of the examples from the site's record, which never divides a unit of the site's `unit-column`.
 
-    Raises ConfigError or StateError if it is unreadable, TaskError if the units cannot be found.
+    Raises ConfigError or StateError if the record is unreadable, TaskError if the units cannot be found.
     """
     assignment = round_.assignment
     data, column = Path(assignment.data), assignment.site.unit_column
@@ -199,7 +199,7 @@ def _split_rows(round_: ClientRound, prepared: PreparedData, part: float) -> Sit
         units = group_rows(data, "train", column, prepared.origins(), has_blanks) if column else None
     except TaskError as error:
         raise TaskError(
-            f"evaluate.held-out: expected the units of unit-column in the node config, none of which may be divided: "
+            f"evaluate.held-out: expected the units of the node config's unit-column, which must not be divided: "
             f"{error}; or set max-scores = 0 in the policy, so that no example is held out"
         ) from None
     dataset = SiteDataset.from_folder(data, assignment.site.data_set)
@@ -217,7 +217,7 @@ def _leave_out(withdrawn: WithdrawnUnits, own: str, prepared: PreparedData, data
         own: the node config's `unit-column`.
 
     Raises:
-        TaskError: the rows of withdrawn units cannot be found, or no other row is left.
+        TaskError: the rows of withdrawn units cannot be found, or no other rows are left.
     """
     columns = withdrawn.columns(own)
     if not columns:
@@ -226,7 +226,7 @@ def _leave_out(withdrawn: WithdrawnUnits, own: str, prepared: PreparedData, data
     if len(origins) != len(prepared.rows):
         raise TaskError(
             f"withdrawn units: expected the origin of each of the {len(prepared.rows)} examples, found {len(origins)}; "
-            "this task cannot leave out their rows"
+            "this task cannot leave out the rows of withdrawn units"
         )
     left_out: set[int] = set()
     for column in columns:
@@ -242,8 +242,8 @@ def _leave_out(withdrawn: WithdrawnUnits, own: str, prepared: PreparedData, data
     kept = [index for index in range(len(origins)) if index not in left_out]
     if not kept:
         raise TaskError(
-            f"withdrawn units: expected rows of other units in {data}, found {len(origins)} rows of withdrawn ones; "
-            "this site takes no part with this data"
+            f"withdrawn units: expected rows of other units in {data}, found {len(origins)} rows of withdrawn units; "
+            "this site cannot take part with this data"
         )
     log.info("withdrawn units: this site leaves out %d of %d rows", len(left_out), len(origins))
     rows = ExampleSubset(prepared.rows, kept)
@@ -252,9 +252,9 @@ def _leave_out(withdrawn: WithdrawnUnits, own: str, prepared: PreparedData, data
 
 
 def _fingerprint(folder: Path) -> Fingerprint:
-    """Return names, sizes and modification times of the files in a data folder without its id, or of a single file.
+    """Return the names, sizes and modification times of a data folder's files (without its id), or of a single file.
 
-    Of its subfolders only those that hold the files of the training split are looked into.
+    Subfolders are included only if they hold files of the training split.
     """
     files = sorted(folder.iterdir()) if folder.is_dir() else [folder]
     if folder.is_dir():

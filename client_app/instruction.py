@@ -1,4 +1,4 @@
-"""One client round, as requested by the server. The client process, the worker and a round without worker share it."""
+"""One client round, as requested by the server. Used by the client process, the worker, and rounds without a worker."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from fedveil.sanitize import sanitize
 from fedveil.wire.header import TURN
 
 _MOST_SECONDS = 30 * 86_400.0
-_LONGEST = 100_000  # characters of a method's fields, which may contain lists
-_LONGEST_PLAN = 8 << 20  # characters of a plan, a roster or a table of entries, which name every site
+_LONGEST = 100_000  # characters of the method parameters, which may contain lists
+_LONGEST_PLAN = 8 << 20  # characters of a plan, a roster or an entry table, which name every site
 
 
 @dataclass(frozen=True)
@@ -30,25 +30,25 @@ class TrainInstruction:
 
     Attributes:
         round: round number, 0-based.
-        is_new: the server has not accepted an upload of this site yet, or the site's last client round
+        is_new: the server has not yet accepted an upload from this site, or the site's last client round
             failed.
         site: the name under which the server knows this site.
-        run: name of the run, for private state.
+        run: name of the run; private state is stored under it.
         method: the method's file name.
         fields: the method's hyperparameters as JSON.
         log: anchor of the server's audit log, which this site records in its own log.
         attempt: number of the attempt at the round, from 0.
         last: the client round of this site's last upload in the server's state. This client round continues
-            from its private state. "" for none, or if the method keeps no private state.
-        secure: the plan of a sum of masked uploads (fedveil/federation/secagg/plan.py), as text; "" for uploads in the
-            clear.
+            from that round's private state. "" for none, or if the method keeps no private state.
+        secure: the plan for a sum of masked uploads (fedveil/federation/secagg/plan.py), as text; "" if uploads are not
+            masked.
         roster: the signing keys of all sites that the plan refers to, as text; "" for none.
-        entries: the table of who sends which entries of the sum (fedveil/contract/entry_table.py), as text; "" for
-            none.
+        entries: the table of which site sends which entries of the sum (fedveil/contract/entry_table.py), as text; ""
+            for none.
         seconds: time after which the server stops waiting for the upload; the client round then ends too.
-        signing_key: short name of the key by which the server verifies this site's replies
-            (fedveil/federation/message_signatures); the guard compares it with the site's own. "" if the instruction is
-            not signed.
+        signing_key: ID of the key with which the server verifies this site's replies
+            (fedveil/federation/message_signatures); the guard compares it with the site's own key. "" if the
+            instruction is not signed.
     """
 
     round: int
@@ -78,7 +78,7 @@ class ClientAssignment:
 
     Attributes:
         flower_run: id of the Flower run that delivered the instruction; 0 outside Flower.
-        app: SHA-256 of the bundle as the site's guard determined it; "" if it did not.
+        app: SHA-256 of the bundle as determined by the site's guard; "" if it was not determined.
     """
 
     order: TrainInstruction
@@ -99,7 +99,7 @@ class ClientAssignment:
         """Parse the assignment from Flower's records.
 
         Raises:
-            WireError: the instruction has another version, or one of its values has another type or form.
+            WireError: the instruction has a different version, or one of its values has the wrong type or form.
             ConfigError: the run config or the node config has an invalid key.
         """
         try:
@@ -128,7 +128,7 @@ class ClientAssignment:
         return apply_site_columns(self.config, self.site.columns)
 
     def described(self) -> dict[str, Any]:
-        """Return run, round, method, task and model, for status and logs."""
+        """Return the run, round, method, task and model, for status and logs."""
         order, config = self.order, self.config
         about: dict[str, Any] = {
             "run": order.run,

@@ -18,28 +18,28 @@ class SiteConfig(BaseModel):
     """The settings of one site.
 
     Attributes:
-        site: its name; "" = the registered one.
-        data: the site's data folder; "" = `task.data` of the run.
+        site: its name; "" = the registered name.
+        data: the site's data folder; "" = the run's `task.data`.
         data_set: the data's name; "" = the id file in its folder (data_sets.py). The privacy ledger does not use it.
-        columns: this site's names of the run's columns, see site_columns.py.
-        unit_column: the column that holds the unit's id, such as the patient's, in which the ids of withdrawn units are
-            looked for (withdrawn_units.py); "" = the column that was named at the withdrawal.
+        columns: this site's names for the run's columns, see site_columns.py.
+        unit_column: the column with unit ids, such as patient ids, that is searched for the ids of withdrawn units
+            (withdrawn_units.py); "" = the column that was named at the withdrawal.
         state_dir: folder for private state and the worker's socket.
         key_file: the key that encrypts the site's stored files (fedveil.encrypted_files); "" = no encryption.
         signing_key: the file that identifies this site in secure aggregation (created by fedveil site init);
-            "" = the site creates one, which no roster lists.
-        instruction_keys: the file with the server's instruction keys, from the kit; "" = instructions are not verified.
-        policy: the file with the site's policy; "" = everything is permitted.
+            "" = the site creates one, which is not in any roster.
+        instruction_keys: the kit's file with the server's instruction keys; "" = instructions are not verified.
+        policy: the file with the site's policy; "" = no restrictions.
         device: "auto", "cpu", "cuda", "cuda:1".
         processes: number of processes that train together, each on its own CUDA device.
-        shard_base: each process stores a part of the frozen base, for a base that does not fit one device; otherwise
-            all of it.
+        shard_base: each process stores only a part of the frozen base, for a base that does not fit on one device;
+            otherwise each stores all of it.
         worker_idle_seconds: a worker ends after this time without a client round.
-        worker_memory_mb: bound on the resident memory of the worker with its processes; 0 = none. With a bound, the
+        worker_memory_mb: limit on the resident memory of the worker and its processes; 0 = none. With a limit, the
             site runs a worker only for the current run.
-        partition_id, num_partitions: the site's share of a data folder that all sites share, in demonstrations and
+        partition_id, num_partitions: the site's part of a data folder that all sites share, in demonstrations and
             simulation.
-        simulated: one of several sites of a demonstration on one machine; its data folder is not bound to its ledger.
+        simulated: one of several demonstration sites on one machine; its data folder is not bound to its ledger.
     """
 
     model_config = ConfigDict(
@@ -67,14 +67,14 @@ class SiteConfig(BaseModel):
 
     @property
     def shares_data(self) -> bool:
-        """Return whether other sites may use the same data folder, so that no one ledger can cover it."""
+        """Return whether other sites may use the same data folder, so that no single ledger can cover it."""
         return self.simulated or self.num_partitions > 1
 
 
 def parse_site(node_config: Mapping[str, Any]) -> SiteConfig:
-    """Return the site from its node config. Raises ConfigError, which names the invalid key.
+    """Return the site's settings from its node config. Raises ConfigError, naming the invalid key.
 
-    Flower flattens a table of the node config: `columns = {source = "x"}` arrives as `columns.source`.
+    Flower flattens tables in the node config: `columns = {source = "x"}` arrives as `columns.source`.
     """
     flat = {key: value for key, value in node_config.items() if not key.startswith(_COLUMNS)}
     if columns := {key.removeprefix(_COLUMNS): node_config[key] for key in node_config.keys() - flat.keys()}:
@@ -90,7 +90,7 @@ def parse_site(node_config: Mapping[str, Any]) -> SiteConfig:
         ) from None
     if site.shard_base and site.processes < 2:
         raise ConfigError(
-            "node config: shard-base: expected processes of 2 or more, among which the base is divided, found "
+            "node config: shard-base: expected processes = 2 or more, to divide the base among them, found "
             f"{site.processes}; set processes, or leave shard-base out"
         )
     return site

@@ -1,20 +1,20 @@
 """A site's part in secure aggregation: its keys on disk, and its requirements for a run.
 
-    <state-dir>/<run>/<site>/secure.json   the unused prekey, the keys of shares that others made for this site, and
-                                           which steps it must not repeat; encrypted with a key file
+    <state-dir>/<run>/<site>/secure.json   the unused prekey, the keys to the shares that others made for this site, and
+                                           the steps it must not repeat; encrypted if there is a key file
     <state-dir>/.signing/<site>.key        created here if the node config names no signing key
 
 | case | result |
 |---|---|
 | the run config has `secure.enabled` but the instruction has no plan, or vice versa | WireError: nothing is sent |
-| a rule of plan_checks.py is broken | PolicyError or WireError, before a row of data is read |
-| the message differs from the plan's, although the method sends every site the same | WireError, before it is decoded |
-| the policy names a roster, and the node config no site | PolicyError: the server would name the state folder |
-| a request for a site that differs from the node config's | PolicyError |
-| secure.json is damaged | StateError; once the file is moved away, the site has a new prekey and accepts no request for
+| a rule of plan_checks.py is violated | PolicyError or WireError, before any row is read |
+| the message differs from the plan's, although the method sends all sites the same one | WireError, before decoding |
+| the policy names a roster, but the node config names no site | PolicyError: the server would name the state folder |
+| a request names a different site than the node config | PolicyError |
+| secure.json is damaged | StateError; once the file is moved away, the site makes a new prekey and refuses requests for
   the old one |
-| secure.json is lost, or an older copy is restored | the site may agree to a second sum of a
-  round. In the rounds that it forgot it counts as colluding with the server; never restore it |
+| secure.json is lost, or an older copy is restored | the site may agree to a second sum in a
+  round. For the rounds it forgot, it counts as colluding with the server; never restore it |
 """
 
 from __future__ import annotations
@@ -61,21 +61,21 @@ class FileSecAggStore:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold the lock that only one process of the site can have."""
+        """Hold the lock that only one of the site's processes can have."""
         paths.private_folder(self.folder)
         with (self.folder / "secure.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def load(self) -> SiteSecAggState | None:
-        """Return the last saved state, or None. Raises StateError if the file is damaged."""
+        """Return the last saved state; None if there is none. Raises StateError if the file is damaged."""
         if not self._file.exists():
             return None
         try:
             return SiteSecAggState.from_bytes(verify_checksummed(self.seal.read(self._file, state_role(self._file))))
         except (OSError, ValueError, WireError) as error:
             raise StateError(
-                f"{self._file}: expected this site's keys of the run, found none that can be read ({error}); move it "
+                f"{self._file}: expected this site's keys for the run, found none that can be read ({error}); move it "
                 "away to set the site up again"
             ) from None
 
@@ -88,13 +88,13 @@ class FileSecAggStore:
 
 
 def read_boot_id() -> str:
-    """Return the id of the machine's boot; "" on a system without one. Raises StateError if it cannot be read."""
+    """Return the machine's boot id; "" on a system that has none. Raises StateError if it cannot be read."""
     try:
         return _BOOT_ID.read_text("ascii").strip()
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as error:
-        raise StateError(f"{_BOOT_ID}: expected the id of this machine's boot, found none ({error})") from None
+        raise StateError(f"{_BOOT_ID}: expected this machine's boot id, found none ({error})") from None
 
 
 def open_secagg_site(assignment: ClientAssignment, policy: SitePolicy) -> SecAggSite:
@@ -115,12 +115,12 @@ def _require_own_name(assignment: ClientAssignment, policy: SitePolicy) -> None:
     own = assignment.site.site
     if policy.roster and not own:
         raise PolicyError(
-            "site: expected this site's name in the node config, as its policy names a roster, found none: the server "
-            "could name another folder for what the site remembers of its masks"
+            "site: expected this site's name in the node config, because its policy names a roster, found none: the "
+            "server could otherwise choose another folder for the site's mask state"
         )
     if own and own != assignment.order.site:
         raise PolicyError(
-            f"site: expected requests for {own}, this site's name in its node config, found one for "
+            f"site: expected requests for {own}, the site's name in its node config, found one for "
             f"{assignment.order.site}; register the site under its own name"
         )
 
@@ -131,7 +131,7 @@ def _audit_log_of(assignment: ClientAssignment) -> AuditLogWriter:
 
 
 def _log_refusals(assignment: ClientAssignment, request: str) -> AbstractContextManager[None]:
-    """Return a context that writes refusals to the audit log before there is a site to judge a plan."""
+    """Return a context that logs refusals in the audit log, until there is a `SecAggSite` that judges plans."""
     order = assignment.order
     about = {"run": order.run, "site": assignment.name, "round": order.round, "attempt": order.attempt}
     return log_refusals(_audit_log_of(assignment), request, about)
@@ -145,7 +145,7 @@ def requirements_of(policy: SitePolicy) -> SiteRequirements:
 
 
 def signing_key(assignment: ClientAssignment) -> bytes:
-    """Return the site's private signing key: from the file in the node config, or one that the site creates."""
+    """Return the site's private signing key: from the node config's file, or else one that the site creates."""
     named = assignment.site.signing_key
     if named:
         return read_key(Path(named).expanduser())
@@ -156,26 +156,26 @@ def signing_key(assignment: ClientAssignment) -> bytes:
 
 
 def read_key(path: Path) -> bytes:
-    """Read a signing key of 32 bytes. Raises ConfigError for another file, or one that others can read."""
+    """Read a 32-byte signing key. Raises ConfigError if the file is something else, or if others can read it."""
     return encrypted_files.read_key_file(path, "signing-key", "create one with fedveil site init", "fedveil site init")
 
 
 def read_attempt_plan(assignment: ClientAssignment) -> AttemptPlan | None:
-    """Return the instruction's plan if it matches the run config; None for a run in the clear. Raises WireError."""
+    """Return the instruction's plan if it matches the run config; None for a run without masks. Raises WireError."""
     order, config = assignment.order, assignment.config.secure
     if bool(order.secure) != config.enabled:
         asked = "a plan" if config.enabled else "none"
         raise WireError(f"order: secure: expected {asked}, as secure.enabled requires, found {order.secure[:20]!r}")
     if not order.secure:
         if order.entries:
-            raise WireError("order: entries: expected no table for an upload in the clear, found one")
+            raise WireError("order: entries: expected no table for an unmasked upload, found one")
         return None
     return AttemptPlan.from_bytes(order.secure.encode())
 
 
 def round_terms(assignment: ClientAssignment) -> RoundTerms:
-    """Return what this site knows of a client round apart from the plan. Raises ConfigError, WireError."""
-    from fedveil import strategies  # with torch, which the process that answers requests does without
+    """Return the site's own view of a client round, independent of the plan. Raises ConfigError, WireError."""
+    from fedveil import strategies  # imports torch, which the process that answers requests does not need
 
     order, config, secure = assignment.order, assignment.config, assignment.config.secure
     method = strategies.create_from_json(order.method, order.fields)
@@ -215,14 +215,14 @@ class SecureClientRound:
     terms: RoundTerms
 
     def require_broadcast(self, digest: str) -> None:
-        """T10. The message with this digest is the one that the plan names. Raises WireError."""
+        """Check rule T10: the message with this digest is the one that the plan names. Raises WireError."""
         with self.site.log_refusals("mask", self.plan), number_refusals("T10"):
             if self.plan.broadcast and broadcast_digest(digest) != self.plan.broadcast:
-                raise WireError("secure plan: broadcast: expected the message for all its sites, found a different one")
+                raise WireError("secure plan: broadcast: expected the message for all of its sites, found another")
 
 
 def begin_secure_round(assignment: ClientAssignment, policy: SitePolicy) -> SecureClientRound | None:
-    """Return the client round with its accepted plan; None if in the clear. Raises PolicyError, WireError."""
+    """Return the client round with its accepted plan; None if not masked. Raises PolicyError, WireError."""
     with _log_refusals(assignment, "mask"):
         with number_refusals("T1"):
             plan = read_attempt_plan(assignment)

@@ -1,4 +1,4 @@
-"""A site's own column names for those of a run: `columns = {source = "Befund"}` in its node config.
+"""A site's own names for a run's columns: `columns = {source = "Befund"}` in its node config.
 
 | name before the equals sign | the run's key |
 |---|---|
@@ -6,11 +6,11 @@
 | unit | dp.unit-column |
 | a column of task.source-template | that column |
 
-A name of the first two rows that the run does not use is left out; any other is refused. With task.messages-column a
-run uses neither source nor target; with captions, which have no question, not source.
+Names in the first two rows that the run does not use are ignored; any other name is refused. With task.messages-column,
+a run uses neither source nor target; with captions, which have no question, it does not use source.
 
-The site's config of the run has the site's names, so that all reading uses them. The server, the policy and the ledger
-see the run's config as it was sent.
+The site's copy of the run config has the site's names, so all code that reads data uses them. The server, the policy
+and the ledger see the run config as it was sent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def apply_site_columns(config: RunConfig, columns: Mapping[str, str]) -> RunConf
     """Return the run's config with the site's column names.
 
     Raises:
-        ConfigError: a name stands for no column of the run.
+        ConfigError: a name does not stand for a column of the run.
     """
     if not columns:
         return config
@@ -54,15 +54,15 @@ def apply_site_columns(config: RunConfig, columns: Mapping[str, str]) -> RunConf
 
 
 def describe_site_columns(config: RunConfig, columns: Mapping[str, str]) -> str:
-    """Return which of the run's columns have which names at this site: "the run's mr is Befund here"."""
+    """Return how this site's names map to the run's columns: "the run's mr is Befund here"."""
     names = _names_of_run(config)
     pairs = [f'"{names[name]}" is "{own}" here' for name, own in sorted(columns.items()) if name in names]
-    return f"columns of the node config: the run's {', '.join(pairs)}" if pairs else ""
+    return f"columns in the node config: the run's {', '.join(pairs)}" if pairs else ""
 
 
 @contextmanager
 def name_site_columns(config: RunConfig, site: SiteConfig) -> Iterator[None]:
-    """Context in which errors about the site's data also say the run's names of its columns."""
+    """Return a context in which errors about the site's data also give the run's names for its columns."""
     try:
         yield
     except TaskError as error:
@@ -72,7 +72,7 @@ def name_site_columns(config: RunConfig, site: SiteConfig) -> Iterator[None]:
 
 
 def _names_of_run(config: RunConfig) -> dict[str, str]:
-    """Return the names that a site may give, each with the run's column."""
+    """Return the names that a site may use, each with the run's column."""
     task = config.task
     names = {column: column for _, column in _template(config) if column}
     roles = {role: str(getattr(task, f"{role}_column")) for role in _ROLES}

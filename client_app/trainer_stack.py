@@ -1,21 +1,22 @@
 """Build a method's trainer: the task's trainer inside the wrappers that the site and the run require.
 
-The table lists them from the outermost inward:
+The table lists them from the outermost to the innermost:
 
 | wrapper | when | effect |
 |---|---|---|
 | NoisyTrainer | `dp.*` | adds noise to the clipped gradients that the site's ledger was charged for |
-| GradientsOnlyTrainer over ChargedGradientSource | a guarantee, no deterministic run | no uncharged use of an example |
+| GradientsOnlyTrainer over ChargedGradientSource | a guarantee, not deterministic | no uncharged use of an example |
 | ExampleCounter | always | counts the examples used by all of the above |
 | BroadcastGuard | always | refuses first weights that the policy does not permit |
 | HeldOutScoringTrainer | `evaluate.held-out` | scores the received weights; these examples are not counted |
-| RowCountTrainer | unless `why_counts_stay` | reports how many rows were cut or left out |
-| UnitTrainer | `dp.unit-column` | units in the place of rows, for everything above |
+| RowCountTrainer | unless `why_counts_stay` | reports how many rows were truncated or dropped |
+| UnitTrainer | `dp.unit-column` | replaces rows with units for everything above |
 | the task's trainer | always | trains on the examples that are not held out |
 
-With noise in the sum, a site whose policy names no roster is charged with its own share of it (privacy/own_share.py).
-Before any example is used, the site's ledger has the run's entry: a run without a guarantee and a deterministic one,
-whose seeded noise protects no one, write an open entry, which makes epsilon over all runs infinite.
+With noise in the sum, the charge of a site whose policy does not name a roster counts only the site's own share of the
+noise (privacy/own_share.py). The run's entry is in the site's ledger before any example is used. A run without a
+guarantee, or a deterministic run, whose seeded noise protects no one, writes an open entry, which makes epsilon over
+all runs infinite.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ from fedveil.training.unit_gradients import UnitTrainer
 
 log = logging.getLogger("fedveil.private")
 
-_TRAININGS = 2  # the most that a method trains in one client round: FedSP alternates
+_TRAININGS = 2  # maximum number of trainings per client round: FedSP alternates between two
 
 
 @dataclass(frozen=True)
 class TrainerStack:
-    """The outermost trainer, and the two wrappers that are queried after the training."""
+    """The outermost trainer, and the two wrappers that are queried after training."""
 
     trainer: Trainer
     counter: ExampleCounter
@@ -69,7 +70,7 @@ def build_trainer(
     context: RoundContext,
     watch: Watch,
 ) -> TrainerStack:
-    """Wrap the task's trainer as in the table above, from the last line to the first.
+    """Wrap the task's trainer as listed in the module's table, from the last row to the first.
 
     Raises ConfigError, StateError.
     """
@@ -106,10 +107,10 @@ def build_trainer(
 
 
 def why_counts_stay(round_: ClientRound, method: Method) -> str:
-    """Return why the site does not report how many of its rows were cut or left out; "" if it does."""
+    """Return why the site does not report how many of its rows were truncated or dropped; "" if it does."""
     assignment = round_.assignment
     if guarantee_of(method, assignment.config) is not None:
-        return "the run's privacy guarantee covers no count that depends on the rows"
+        return "the run's privacy guarantee does not cover counts that depend on the rows"
     if assignment.config.secure.enabled:
         return "a masked upload has no report"
     if assignment.site.policy and not round_.policy.report_row_counts:
@@ -118,20 +119,20 @@ def why_counts_stay(round_: ClientRound, method: Method) -> str:
 
 
 def open_charger(round_: ClientRound, guarantee: PrivacyGuarantee) -> RunCharger:
-    """Return what charges this run in the site's ledger. Raises ConfigError, StateError."""
+    """Return the charger that records this run's cost in the site's ledger. Raises ConfigError, StateError."""
     assignment, policy = round_.assignment, round_.policy
     site, rounds = assignment.site, assignment.config.run.rounds
     if not site.site:
         raise ConfigError(
-            "node config: site: expected the site's name in a run with a privacy claim, found none; set site, which "
-            "only the site itself may choose"
+            "node config: site: expected the site's name, because the run has a privacy guarantee, found none; set "
+            "site, which only the site itself may choose"
         )
     most = rounds * (policy.max_retries + 1) * _TRAININGS
     unit = UNIT if assignment.config.dp.unit_column else ROW
-    if unit == ROW and site.unit_column:
-        log.warning(
-            "dp.unit-column: this run's guarantee is for one row, and this site has units with several rows "
-            "(unit-column of the node config), which it protects less; agree on dp.unit-column with the run"
+    if unit == ROW and site.unit_column and not assignment.config.dp.unit:
+        raise ConfigError(
+            "dp.unit-column: expected a guarantee for units at this site, whose node config names a unit-column, found "
+            'one for one row, which protects a unit with several rows less; set dp.unit-column, or dp.unit = "row"'
         )
     terms = RunTerms(assignment.order.run, guarantee.budget, rounds, most, unit, site.site)
     witness = None if site.shares_data else FolderWitness.open(Path(assignment.data), site.data_set)
@@ -143,7 +144,7 @@ def open_charger(round_: ClientRound, guarantee: PrivacyGuarantee) -> RunCharger
 
 
 def note_open(round_: ClientRound, why: str) -> None:
-    """Write the open entry of this run in the site's ledger, and in its witness if it has one. Raises StateError."""
+    """Write this run's open entry to the site's ledger, and to its witness if there is one. Raises StateError."""
     assignment = round_.assignment
     folder = None if assignment.site.shares_data else FolderWitness.find(Path(assignment.data))
     ledger = open_ledger(assignment.site.state_dir, round_.seal)
@@ -151,9 +152,9 @@ def note_open(round_: ClientRound, why: str) -> None:
 
 
 def refuse_score(round_: ClientRound, data: SiteData) -> int:
-    """Return the reason why this site reports no held-out score, a key of `held_out_report.REFUSALS`.
+    """Return why this site reports no held-out score: a key of `held_out_report.REFUSALS`.
 
-    0: it reports one, and has counted it.
+    The result is 0 if the site reports a score, which has then been counted.
     """
     if not round_.policy.max_scores:
         return held_out_report.NOT_PERMITTED

@@ -1,7 +1,7 @@
-"""FedVeil: federated fine-tuning between sites, and attacks that measure what their updates still reveal.
+"""FedVeil: federated fine-tuning across sites, and attacks that measure what their updates still reveal.
 
 There is one import name. `strategies`, `server_app`, `client_app` and `attacks` are folders at the top of the
-repository and links inside this package: they are imported as `fedveil.strategies` and so on. A wheel has them inside
+repository, linked inside this package, so they are imported as `fedveil.strategies` and so on. A wheel has them inside
 the package. Flower's bundle, like an archive unpacked without links, has the folders next to the package instead.
 """
 
@@ -10,5 +10,5 @@ from pathlib import Path as _Path
 __version__ = "0.2.0"
 
 _here = _Path(__file__).parent
-if not (_here / "strategies").is_dir():  # a bundle of Flower, or an archive that was unpacked without links
+if not (_here / "strategies").is_dir():  # a Flower bundle, or an archive that was unpacked without links
     __path__.append(str(_here.parent))

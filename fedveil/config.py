@@ -1,8 +1,8 @@
-"""The run config: `[tool.flwr.app.config]` of pyproject.toml, overridden by `flwr run . -c "..."`.
+"""The run config: `[tool.flwr.app.config]` in pyproject.toml, overridden by `flwr run . -c "..."`.
 
 Flower passes it as a flat mapping ("train.batch-size" = 16), and this module parses it once. It refuses unknown keys;
 for a key renamed in 0.2, the error names the new key. These classes define the defaults. pyproject.toml repeats them
-because Flower refuses an override of a key without a default; a test keeps the two equal.
+because Flower refuses to override a key that has no default; a test keeps the two in sync.
 """
 
 from __future__ import annotations
@@ -77,15 +77,15 @@ RENAMED_KEYS = {  # keys in files from before 0.2
 
 
 def config_key(name: str) -> str:
-    """Return a field's name as a key of the run config."""
+    """Return a field's name as a run config key."""
     return name.replace("_", "-")
 
 
 def parse_class_names(text: str) -> tuple[str, ...]:
-    """Return the names in a line of comma-separated values, or in a list of JSON; stripped; () for an empty line.
+    """Return the stripped names in a line of comma-separated values or in a JSON list; () for an empty line.
 
     Raises:
-        ValueError: an empty, repeated, too long or unprintable name, too many names, or quotes that do not close.
+        ValueError: a name is empty, repeated, too long or unprintable, there are too many, or a quote is not closed.
     """
     if not text.strip():
         return ()
@@ -109,7 +109,7 @@ def parse_class_names(text: str) -> tuple[str, ...]:
     if len(names) > _MOST_CLASSES or max(map(len, names)) > _LONGEST_CLASS_NAME:
         raise ValueError(
             f"expected at most {_MOST_CLASSES:,} names of at most {_LONGEST_CLASS_NAME} characters, found "
-            f"{len(names):,}, the longest of {max(map(len, names)):,}"
+            f"{len(names):,}, the longest with {max(map(len, names)):,}"
         )
     return tuple(names)
 
@@ -119,10 +119,10 @@ def _are_texts(value: object) -> bool:
 
 
 def parse_source_template(text: str) -> tuple[tuple[str, str], ...]:
-    """Return the texts of a source template, each with the column behind it; "" behind the last text.
+    """Return a source template's literal texts, each paired with the column that follows it ("" after the last).
 
     Raises:
-        ValueError: it is too long, has a single brace, or names no column, an empty one or more than 16.
+        ValueError: it is too long, has an unmatched brace, or names no column, an empty column or more than 16 columns.
     """
     if len(text) > _LONGEST_TEMPLATE:
         raise ValueError(f"expected at most {_LONGEST_TEMPLATE:,} characters, found {len(text):,}")
@@ -135,7 +135,7 @@ def parse_source_template(text: str) -> tuple[tuple[str, str], ...]:
             continue
         if not (column := (found[1] or "").strip()):
             raise ValueError(
-                'expected columns in braces, such as "{instruction}\\n\\n{input}", and {{ or }} for a brace, found '
+                'expected columns in braces, as in "{instruction}\\n\\n{input}", and {{ or }} for a brace, found '
                 f'"{found[0]}" at character {found.start() + 1}'
             )
         parts.append((literal, column))
@@ -154,14 +154,14 @@ class ConfigSection(BaseModel):
 
 
 class SinksConfig(ConfigSection):
-    """Further outputs for a round's metrics during the run. None of them can stop a round."""
+    """Additional destinations for each round's metrics during the run. None of them can stop a round."""
 
     use: str = Field("", max_length=200, description="comma-separated sinks: tensorboard, mlflow, prometheus, wandb")
     mlflow_uri: str = Field(
         "", max_length=500, description="http on loopback, or https; empty = mlflow.db in run.dir. Sites see it"
     )
     prometheus_port: int = Field(
-        9464, ge=1024, le=65535, description="port on 127.0.0.1; scraping needs the token in run.dir/prometheus.token"
+        9464, ge=1024, le=65535, description="port on 127.0.0.1; scrapers need the token in run.dir/prometheus.token"
     )
 
     @property
@@ -186,17 +186,17 @@ class SinksConfig(ConfigSection):
         except ValueError as error:
             raise ValueError(f"expected an address ({error})") from None
         if text and (not plain or not parts.hostname or parts.query or parts.fragment or "@" in parts.netloc):
-            raise ValueError("expected an address without user, password, query and fragment, because sites see it")
+            raise ValueError("expected an address without a user, password, query or fragment, because sites see it")
         if text and parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in _LOOPBACK):
             raise ValueError(f"expected https, or http on one of {', '.join(_LOOPBACK)}")
         return text
 
 
 def nearest_key(known: Mapping[str, Sequence[str]], section: str, name: str) -> str:
-    """Return the key of `known` (keys by section) that was probably meant; "" if there is none.
+    """Return the key in `known` (keys by section) that the user probably meant; "" if there is none.
 
-    Keys of the section come first, if they are spelled like `name` or have it as their initials; then a key `name` of
-    another section.
+    Keys in the same section come first, if they are spelled like `name` or have it as their initials; then a key called
+    `name` in another section.
     """
     if section not in known:
         return next(iter(difflib.get_close_matches(section, known, 1)), "")
@@ -210,43 +210,44 @@ class MethodConfig(ConfigSection):
     """The federated learning method."""
 
     name: str = Field("fedrand", description="the method, see `fedveil methods`")
-    params: str = Field("", description='parameters of the method, as TOML: "rho = 0.5"; see `fedveil methods NAME`')
+    params: str = Field("", description='method parameters, as TOML: "rho = 0.5"; see `fedveil methods NAME`')
 
 
 class TaskConfig(ConfigSection):
-    """The task: the model, its data and its columns."""
+    """The task: the model, the data and its columns."""
 
     name: str = Field("text-generation", description="the task: the name of a module in fedveil/tasks/")
     model: str = Field("tiny", description="the base model: tiny (bundled), a local folder, or a Hugging Face id")
     module: str = Field(
-        "", pattern=r"^([a-z][a-z0-9_]{0,63})?$", description="own-model: the name of the run's file in fedveil/own/"
+        "", pattern=r"^([a-z][a-z0-9_]{0,63})?$", description="own-model: name of the model's file in fedveil/own/"
     )
     buffers: Literal["averaged", "initial"] = Field(
-        "averaged", description="own-model: average float buffers (BatchNorm) with the weights, or keep model()'s"
+        "averaged",
+        description="own-model: average float buffers (BatchNorm) like weights, or keep those that model() returns",
     )
-    data: str = Field("", description="folder of the examples, for sites whose node config names none")
-    evaluation: str = Field("", description="the server's test data; empty = the server does not evaluate")
+    data: str = Field("", description="folder with the examples, for sites whose node config does not name one")
+    evaluation: str = Field("", description="the server's test data; empty = no evaluation on the server")
     server_data: str = Field(
         "", description="examples for server-side training before round 0, for methods that use it (fedsp)"
     )
-    source_column: str = Field("mr", description="input column: a text, a question")
+    source_column: str = Field("mr", description="input column: a text or a question")
     source_template: str = Field(
         "",
-        description='text tasks: a source from several columns, "{title}\\n{abstract}"; empty = source-column alone',
+        description='text tasks: a source built from several columns, "{title}\\n{abstract}"; empty = source-column',
     )
     messages_column: str = Field(
         "",
-        description="text-generation: column of whole conversations, as OpenAI or ShareGPT write them, in place of "
+        description="text-generation: column with whole conversations in OpenAI or ShareGPT format, instead of "
         "source and target; empty = none",
     )
-    target_column: str = Field("ref", description="target column: a text, a class, a caption")
-    rejected_column: str = Field("rejected", description="preference: column of the answer that is not preferred")
+    target_column: str = Field("ref", description="target column: a text, a class or a caption")
+    rejected_column: str = Field("rejected", description="preference: column with the rejected answer")
     image_column: str = Field("image", description="image column: bytes, or paths relative to the file")
-    choices_column: str = Field("", description="vision-language: column of a question's choices; empty = none")
-    hint_column: str = Field("", description="vision-language: column of the text before a question; empty = none")
+    choices_column: str = Field("", description="vision-language: column with a question's choices; empty = none")
+    hint_column: str = Field("", description="vision-language: column with the text before a question; empty = none")
     label_column: str = Field("mr", description="column whose values partition the examples among sites")
     label_pattern: str = Field(
-        "", description="regular expression whose one group is the label; empty = the whole value"
+        "", description="regular expression whose only group captures the label; empty = the whole value"
     )
     partition: Literal["iid", "dirichlet", "pathological", "natural"] = Field(
         "iid", description="how sites that share a folder split its examples; unused by sites with their own folder"
@@ -255,42 +256,51 @@ class TaskConfig(ConfigSection):
     num_classes: int = Field(
         10,
         ge=2,
-        description="image-classification: number of classes of a model without pretrained weights or class-names",
+        description="image-classification: number of classes, for a model without pretrained weights or class-names",
     )
     from_scratch: bool = Field(False, description="image-classification: allow a model folder without weights")
     class_names: str = Field(
         "",
         max_length=1_000_000,
-        description='classification: names of all classes, by number, separated by commas, or as a list ["a, b", "c"] '
-        "for names with commas; needed where labels are names; empty = labels are integers, or names of the model",
+        description="classification: names of all classes, in numerical order, separated by commas, or as a list "
+        '["a, b", "c"] for names that contain commas; required if labels are names; empty = labels are integers, or '
+        "the model's class names. token-classification: names of the entities, or O and all tags B-X and I-X",
     )
     multi_label: bool = Field(
-        False, description="classification of texts and images: an example has any number of classes, also none"
+        False, description="text and image classification: an example has any number of classes, including none"
     )
     label_separator: str = Field(
-        "|", min_length=1, max_length=8, description="text-classification: between the classes of a text, if several"
+        "|",
+        min_length=1,
+        max_length=8,
+        description="text-classification: separator between the classes of a text that has several",
     )
-    classes_per_site: int = Field(2, ge=0, description="pathological: labels per site; 0 = each label has one site")
+    classes_per_site: int = Field(
+        2, ge=0, description="pathological: labels per site; 0 = each label goes to exactly one site"
+    )
+    tag_scheme: Literal["iob2", "iob1", "iobes", "bilou"] = Field(
+        "iob2", description="token-classification: the tagging scheme of the data; tags are converted to iob2"
+    )
     examples_per_site: int = Field(0, ge=0, description="maximum number of training examples per site; 0 = all")
     max_tokens: int = Field(
         0,
         ge=0,
-        description="maximum length of an example in tokens, from 8; longer ones are cut and counted; 0 = twice the "
-        "length that 99 % of the examples have at most, within the base's context",
+        description="maximum length of an example in tokens, at least 8; longer ones are truncated and counted; "
+        "0 = twice the 99th percentile of the example lengths, within the base's context",
     )
     chat_template: bool = Field(
         False,
-        description="text-generation: format each example as a chat message and answer with the base's chat template",
+        description="text-generation: format each example as a chat message and its answer with the base's chat "
+        "template",
     )
     empty_texts: Literal["refuse", "drop"] = Field(
         "refuse",
-        description="text-generation: a row whose source or target is null, NaN or empty is refused, or left out and "
-        "counted",
+        description="text-generation: refuse rows whose source or target is null, NaN or empty, or drop and count them",
     )
 
     @property
     def class_list(self) -> tuple[str, ...]:
-        """Return the names in `class_names`, by number."""
+        """Return the names in `class_names`, in numerical order."""
         return parse_class_names(self.class_names)
 
     @field_validator("max_tokens")
@@ -310,7 +320,7 @@ class TaskConfig(ConfigSection):
     @field_validator("class_names", mode="before")
     @classmethod
     def _from_list(cls, value: object) -> object:
-        """Return a list, as a TOML file may have it, as the text of a list: Flower's run config has no lists."""
+        """Return a list, which a TOML file may contain, as JSON text, because Flower's run config has no lists."""
         return json.dumps(value, ensure_ascii=False) if _are_texts(value) else value
 
     @field_validator("class_names")
@@ -321,38 +331,40 @@ class TaskConfig(ConfigSection):
 
 
 class TrainConfig(ConfigSection):
-    """Local training. The optimiser starts without state in every client round."""
+    """Local training. The optimizer starts with empty state in every client round."""
 
     epochs: int = Field(1, ge=0, description="passes over a site's examples in each client round")
     batch_size: int = Field(16, ge=1, description="examples per training step")
     gradient_accumulation_steps: int = Field(
-        1, ge=1, description="batches per optimizer step, which count as one large batch"
+        1, ge=1, description="batches per optimizer step; together they count as one large batch"
     )
     max_steps: int = Field(
-        0, ge=0, description="maximum number of optimizer steps in a client round; 0 = set by the epochs"
+        0, ge=0, description="maximum number of optimizer steps in a client round; 0 = determined by epochs"
     )
     learning_rate: float = Field(3e-4, gt=0, description="learning rate; the peak value with a schedule or warm-up")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="learning-rate schedule over the whole run; see training/lr_schedule.py"
     )
     warmup_ratio: float = Field(
-        0.0, ge=0, lt=1, description="fraction of the run in which the learning rate rises from 0"
+        0.0, ge=0, lt=1, description="fraction of the run over which the learning rate rises from 0"
     )
-    weight_decay: float = Field(1e-6, ge=0, description="weight decay of AdamW")
+    weight_decay: float = Field(1e-6, ge=0, description="weight decay for AdamW")
     max_grad_norm: float = Field(0.0, ge=0, description="gradient-norm clipping per step; 0 = off")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast, with a frozen base stored in bf16")
+    precision: Literal["fp32", "bf16"] = Field(
+        "fp32", description="bf16: train with autocast; a frozen base is stored in bf16"
+    )
     quantized_base: Literal["none", "4bit", "8bit"] = Field(
-        "none", description="quantize a frozen base with bitsandbytes, under LoRA"
+        "none", description="LoRA: quantize the frozen base with bitsandbytes"
     )
     optimizer: Literal["adamw", "adamw-8bit", "paged-adamw-8bit"] = Field(
-        "adamw", description="adamw-8bit: a quarter of AdamW's memory (bitsandbytes), slow on a CPU; paged: GPUs only"
+        "adamw", description="adamw-8bit: a quarter of AdamW's memory (bitsandbytes), slow on CPUs; paged: GPUs only"
     )
     loss_mask: Literal["targets", "all"] = Field(
         "targets",
         description="text-generation: tokens in the training loss; all = source too. Evaluation always uses targets",
     )
     preference_beta: float = Field(
-        0.1, gt=0.0, le=100.0, description="preference: beta of DPO; the larger, the closer the model stays to its base"
+        0.1, gt=0.0, le=100.0, description="preference: DPO beta; larger values keep the model closer to its base"
     )
     packing: bool = Field(
         False, description="text-generation: pack short examples into sequences of up to task.max-tokens"
@@ -362,24 +374,24 @@ class TrainConfig(ConfigSection):
         0,
         ge=0,
         le=1024,
-        description="text-generation: pad a batch to a length that is a multiple of this; 0 = 8 on a GPU, else 1",
+        description="text-generation: pad each batch to a multiple of this length; 0 = 8 on a GPU, else 1",
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
     received_loss_examples: int = Field(
-        64, ge=0, description="examples, at least 64, on which a site scores the received weights; 0 = none"
+        64, ge=0, description="number of examples, at least 64, on which a site scores the received weights; 0 = none"
     )
-    compile: bool = Field(False, description="use torch.compile: the first step is slow; meant for a GPU")
+    compile: bool = Field(False, description="use torch.compile: the first step is slow; intended for GPUs")
 
     @field_validator("received_loss_examples")
     @classmethod
     def _not_of_a_few(cls, rows: int) -> int:
         if 0 < rows < 64:
-            raise ValueError("expected 0, or at least 64: the mean loss of fewer examples reveals more about each")
+            raise ValueError("expected 0, or at least 64: the mean loss of fewer examples reveals more about each one")
         return rows
 
 
 def refuse_old_adjacency(value: object) -> object:
-    """Return `value`, unless it is the name that `zero-out` had before 0.2. Raises ValueError, naming the new one."""
+    """Return `value`. Raises ValueError for the name that `zero-out` had before 0.2; the error gives the new name."""
     if value == "add-or-remove-one":
         raise ValueError(
             'expected "replace-one" or "zero-out", found "add-or-remove-one", which is now called "zero-out": the '
@@ -389,30 +401,33 @@ def refuse_old_adjacency(value: object) -> object:
 
 
 class DpConfig(ConfigSection):
-    """Local training by noisy steps (DP-SGD) instead of `train`'s AdamW. With all defaults, training is plain.
+    """Local training with noisy steps (DP-SGD) instead of `train`'s AdamW. All defaults together change nothing.
 
-    `unit-column`, `unit-rows` and `no-unit` also hold for a method that adds its own noise.
+    `unit`, `unit-column`, `unit-rows` and `no-unit` also apply to methods that add their own noise.
     """
 
     clip_norm: float = Field(0.0, ge=0, description="C: per-example gradient-norm bound; 0 = no noisy steps")
     noise_multiplier: float = Field(
-        0.0, ge=0, description="z: noise of standard deviation z C on a step's sum; see `fedveil privacy plan`"
+        0.0, ge=0, description="z: each step's sum gets noise of standard deviation z C; see `fedveil privacy plan`"
     )
     learning_rate: float = Field(0.1, gt=0, description="learning rate of the noisy steps, which are plain SGD")
-    epsilon: float = Field(0.0, ge=0, description="maximum charge of a record; 0 = charges are only counted")
+    epsilon: float = Field(0.0, ge=0, description="maximum epsilon charged to a record; 0 = only count the charges")
     delta: float = Field(1e-5, gt=0, lt=1, description="probability that the epsilon bound fails; below 1 / examples")
     adjacency: Literal["replace-one", "zero-out"] = Field(
-        "replace-one", description="neighboring data sets: one record replaced, or one that adds nothing to any sum"
+        "replace-one", description="neighboring data sets: one record is replaced, or contributes nothing to any sum"
     )
 
+    unit: Literal["", "row"] = Field(
+        "", description='"row": a guarantee for one row, also at sites with units of several rows, which else refuse it'
+    )
     unit_column: str = Field(
-        "", description="column of the unit that the guarantee is for, such as the patient's id; empty = one row"
+        "", description="column with the id of the unit that the guarantee protects, such as a patient; empty = one row"
     )
     unit_rows: int = Field(
-        16, ge=1, description="most rows of a unit in a step, drawn at random; this does not change epsilon"
+        16, ge=1, description="maximum rows of a unit in a step, drawn at random; this does not change epsilon"
     )
     no_unit: Literal["refuse", "one"] = Field(
-        "refuse", description="rows without a unit's id: refused, or all of them are one unit"
+        "refuse", description="rows without a unit id: refuse them, or treat them all as one unit"
     )
 
     @field_validator("adjacency", mode="before")
@@ -422,9 +437,9 @@ class DpConfig(ConfigSection):
 
     @property
     def is_noisy(self) -> bool:
-        """Return whether the section asks for noisy steps. Only the unit's keys are set if the method adds its own
-        noise."""
-        keys = {"unit_column", "unit_rows", "no_unit"}
+        """Return whether the section asks for noisy steps. The unit keys do not count: they also apply to methods that
+        add their own noise."""
+        keys = {"unit", "unit_column", "unit_rows", "no_unit"}
         return self.model_dump(exclude=keys) != DpConfig().model_dump(exclude=keys)
 
 
@@ -433,32 +448,32 @@ class EvaluateConfig(ConfigSection):
 
     every: int = Field(1, ge=0, description="rounds between evaluations; 0 = only the last round")
     generate: Literal["never", "last", "always"] = Field(
-        "last", description="when to generate and score texts as well, which is slow"
+        "last", description="when to also generate and score texts, which is slow"
     )
     eval_examples: int = Field(
         200,
         ge=1,
-        description="maximum number of test examples to score, drawn from the whole file; for texts, of sources",
+        description="maximum number of test examples (for texts: sources) to score, drawn from the whole file",
     )
     max_new_tokens: int = Field(48, ge=1, description="maximum length of a generated text in evaluation")
-    num_beams: int = Field(1, ge=1, description="beams for generation in evaluation; 1 = greedy")
+    num_beams: int = Field(1, ge=1, description="number of beams for generation in evaluation; 1 = greedy")
     select_model: Literal["last", "best"] = Field(
         "last", description="which round's model becomes the result in final/"
     )
     metric: str = Field(
-        "loss", description="metric on task.evaluation that decides which model is best; each task has its own"
+        "loss", description="metric on task.evaluation that selects the best model; each task has its own metrics"
     )
     patience: int = Field(
         0, ge=0, description="stop the run after this many evaluations in a row without improvement; 0 = never"
     )
     min_delta: float = Field(
-        0.0, ge=0, description="minimum change of the metric that patience counts as an improvement"
+        0.0, ge=0, description="minimum change in the metric that patience counts as an improvement"
     )
     held_out: float = Field(
         0.0,
         ge=0,
         le=0.5,
-        description="fraction of its examples that a site holds out to score received weights, if its policy permits",
+        description="fraction of its examples that a site holds out to score received weights, if its policy allows it",
     )
 
 
@@ -473,11 +488,11 @@ class CohortConfig(ConfigSection):
         900.0,
         gt=0,
         le=2_592_000,
-        description="end a round after this time with the sites that answered; at most 30 days",
+        description="end a round after this time with the sites that have replied; at most 30 days",
     )
-    max_retries: int = Field(2, ge=0, description="how often to repeat a round below the quorum")
+    max_retries: int = Field(2, ge=0, description="how many times to retry a round below the quorum")
     max_weight_fraction: float = Field(
-        0.5, ge=0.5, le=1, description="maximum fraction of a round's weight that one site gets"
+        0.5, ge=0.5, le=1, description="maximum fraction of a round's total weight that one site gets"
     )
     max_norm_ratio: float = Field(
         0.0, ge=0, description="refuse uploads above this multiple of the round's median norm; 0 = off"
@@ -504,51 +519,56 @@ class AggregateConfig(ConfigSection):
 
 
 class ServerConfig(ConfigSection):
-    """The server's step along the change that a round's uploads make (Reddi et al. 2021)."""
+    """The server optimizer, which treats a round's aggregated update as a pseudo-gradient (Reddi et al. 2021)."""
 
     optimizer: Literal["none", "fedavgm", "fedadam", "fedyogi", "fedadagrad"] = Field(
-        "none", description="server optimizer over the method's aggregated update; none = the update as it is"
+        "none", description="server optimizer applied to the method's aggregated update; none = the update as it is"
     )
     learning_rate: float = Field(
         0.0, ge=0, le=1e3, description="eta of the server optimizer; 0 = 1 for fedavgm, 0.01 for the others"
     )
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment; the momentum of fedavgm")
     beta2: float = Field(0.99, ge=0, lt=1, description="fedadam, fedyogi: decay of the second moment")
-    tau: float = Field(1e-3, gt=0, le=1e3, description="adaptive optimizers: added to the root of the second moment")
+    tau: float = Field(
+        1e-3, gt=0, le=1e3, description="adaptive optimizers: added to the square root of the second moment"
+    )
 
 
 class SecureConfig(ConfigSection):
-    """Secure aggregation: the server gets the sum of a round's uploads, and no single one."""
+    """Secure aggregation: the server gets the sum of a round's uploads, but no single upload."""
 
     enabled: bool = Field(False, description="sites mask their uploads, so that the server gets only their sum")
     threshold: int = Field(
-        0, ge=0, le=10_000, description="sites that must agree to a sum before it opens; 0 = more than two thirds"
+        0,
+        ge=0,
+        le=10_000,
+        description="number of sites that must agree to a sum before it is revealed; 0 = more than two thirds",
     )
     min_sites: int = Field(3, ge=2, le=10_000, description="minimum number of sites in a sum")
-    ring_bits: Literal[32, 64] = Field(32, description="bits of each integer sent instead of a weight")
+    ring_bits: Literal[32, 64] = Field(32, description="bits per integer; each weight is sent as one integer")
     graph_degree: int = Field(
         0,
         ge=0,
         le=10_000,
-        description="number of sites with which each site shares masks (even); 0 = all, for up to 100 sites",
+        description="number of sites that each site shares masks with (even); 0 = all, for up to 100 sites",
     )
     clip_bound: float = Field(
-        64.0, gt=0, le=1e9, description="bound to which sites clip values; a smaller bound is more precise"
+        64.0, gt=0, le=1e9, description="bound that sites clip values to; a smaller bound gives more precision"
     )
     whole_cohort: bool = Field(
-        False, description="open only sums of a whole cohort, with one exchange; a missing upload costs the round"
+        False, description="reveal only whole-cohort sums, in a single exchange; one missing upload fails the round"
     )
-    roster: str = Field("", description="file at the server: all sites' signing keys (fedveil members roster)")
-    max_weight: int = Field(1, ge=1, le=1_000_000, description="maximum weight of one site; 1 = all count equally")
+    roster: str = Field("", description="file on the server with all sites' signing keys (fedveil members roster)")
+    max_weight: int = Field(1, ge=1, le=1_000_000, description="maximum weight of one site; 1 = equal weights")
     noise: Literal["site", "sum"] = Field(
-        "site", description="where the noise reaches its full scale: at each site, or in the sum of min-sites sites"
+        "site", description="where the noise reaches full scale: at each site, or in the sum over min-sites sites"
     )
     max_colluders: int = Field(
         1,
         ge=0,
         le=10_000,
-        description="sites that may collude with the server; sums stay hidden from them, and epsilon counts only the "
-        "noise of the others",
+        description="number of sites that may collude with the server; single uploads stay hidden from them, and "
+        "epsilon counts only the noise of the other sites",
     )
 
     @property
@@ -565,28 +585,32 @@ class SecureConfig(ConfigSection):
 
 
 class ClientConfig(ConfigSection):
-    """The process in which a site trains."""
+    """The process that a site trains in."""
 
     worker: bool = Field(
-        True, description="train in a process that outlives the round; false = a new process in each round"
+        True, description="train in a process that outlives the round; false = a new process for each round"
     )
 
 
 class RunSection(ConfigSection):
     """The run itself."""
 
-    rounds: int = Field(5, ge=1, description="rounds of the whole run, including those before a resume")
-    seed: int = Field(0, ge=0, description="seed of all random draws that need not be secret")
+    rounds: int = Field(5, ge=1, description="total number of rounds, including those before a resume")
+    seed: int = Field(0, ge=0, description="seed for all random draws that need not be secret")
     deterministic: bool = Field(False, description="derive every draw from the seed: for tests, never for real data")
-    dir: str = Field("runs", description="parent of the run folders: absolute, or relative to where the SuperLink runs")
-    # With nine characters that the server adds, it is a folder name at every site.
+    dir: str = Field(
+        "runs",
+        description="parent of the run folders: absolute, or relative to the working directory of the server's "
+        "SuperExec (without containers, the federation's folder)",
+    )
+    # The server appends nine characters; the result is a folder name at every site.
     name: str = Field(
         "",
         pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,54})?$",
         description="name of the run folder; empty = generated",
     )
     capture_messages: bool = Field(
-        False, description="store all messages for `fedveil audit`; protect them like the messages"
+        False, description="store all messages for `fedveil audit`; protect the files like the messages themselves"
     )
     resume: bool = Field(False, description="resume from the checkpoint of the run with that name")
     signature: str = Field("", description="output of `fedveil app sign`, for sites whose policy requires a signer")
@@ -618,7 +642,7 @@ class RunConfig(ConfigSection):
 
 
 def renamed(key: str) -> str:
-    """Return the new name of a key, or of a method's field, that was renamed in 0.2; "" for other keys."""
+    """Return the new name of a key, or of a method parameter, that was renamed in 0.2; "" for other keys."""
     for old, new in RENAMED_KEYS.items():
         if key == old or key.startswith(f"{old}."):
             return new + key.removeprefix(old)
@@ -626,7 +650,7 @@ def renamed(key: str) -> str:
 
 
 def parse(flat: Mapping[str, Any]) -> RunConfig:
-    """Parse the run config from Flower's flat mapping. Raises ConfigError, which names every invalid key."""
+    """Parse the run config from Flower's flat mapping. Raises ConfigError, naming every invalid key."""
     nested: dict[str, Any] = {}
     for key, value in flat.items():
         section, _, name = key.partition(".")
@@ -655,13 +679,13 @@ def _line(error: Any) -> str:
         here = f"one of {known[section]} in [{section}]" if section in known else f"a section of {list(known)}"
         meant = nearest_key(known, section, name)
         return f"{key}: unknown key; expected {here}{f'; did you mean {meant}?' if meant else ''}"
-    said = error["msg"].removeprefix("Value error, ")  # pydantic's prefix of this file's own errors
+    said = error["msg"].removeprefix("Value error, ")  # the prefix that pydantic gives this file's errors
     found = "" if ", found " in said else f", found {sanitize(repr(error['input']), 200)}"
     return f"{key}: {said[0].lower()}{said[1:]}{found}"
 
 
 def parse_toml(text: str, what: str) -> dict[str, Any]:
-    """Parse the TOML text of one config value. Raises ConfigError, which names `what`."""
+    """Parse the TOML text of one config value. Raises ConfigError, naming `what`."""
     try:
         return tomllib.loads(text)
     except (

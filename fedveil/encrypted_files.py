@@ -1,26 +1,26 @@
-"""Files sealed under a key of their owner: the state of a site whose node config names a key file.
+"""Files sealed under their owner's key: the state of a site whose node config names a key file.
 
-    magic | key's id | salt | length of role | role       16, 8, 32, 2 and some bytes: the head, in the clear
-    chunk | tag | chunk | tag | ... | last chunk | tag    1 MiB a chunk, the last one shorter; 16 bytes a tag
+    magic | key id | salt | role length | role            16, 8, 32, 2 and n bytes: the header, not encrypted
+    chunk | tag | chunk | tag | ... | last chunk | tag    1 MiB per chunk, the last one shorter; 16 bytes per tag
 
-    key of the file = HKDF-SHA256(key, salt)              salt: 32 bytes from the operating system, new for every file
-    chunk i         = AES-256-GCM(key of the file, nonce = i on 11 bytes | 1 if it is the last else 0, head)
+    file key = HKDF-SHA256(key, salt)                     salt: 32 bytes from the operating system, new for every file
+    chunk i  = AES-256-GCM(file key, nonce = i in 11 bytes | 1 if it is the last chunk, else 0, header)
 
-A role says what the file is and whose: "state/RUN/SITE". The reader says which one it expects. The shape is that of
-Hoang, Reyhanitabar, Rogaway and Vizar, "Online Authenticated-Encryption and its Nonce-Reuse Misuse-Resistance", 2015
-(STREAM). The key file holds 32 bytes and nothing else; it is never written to by this module.
+A role says what the file is and whose it is: "state/RUN/SITE". The reader states the role it expects. The construction
+is STREAM: Hoang, Reyhanitabar, Rogaway and Vizar, "Online Authenticated-Encryption and its Nonce-Reuse
+Misuse-Resistance", 2015. The key file contains exactly 32 bytes; this module never changes an existing one.
 
 Formal guarantees, as long as only the owner has the key:
-- without the key a file shows its length, its role and which key sealed it, and nothing of its content;
-- bytes that `read` returns were written under that role by a holder of the key, complete and in order.
+- without the key, a file reveals its length, its role and which key sealed it, but none of its content;
+- the bytes that `read` returns were written under that role by someone with the key, complete and in order.
 
 | case | result of `read` |
 |---|---|
-| a byte changed, chunks swapped, dropped or repeated, the end cut off | StateError |
-| another sealed file in its place | StateError: it has another role |
-| an older version of the same file in its place | it is read: nothing here knows which one is the latest |
-| sealed under another key; a sealed file and no key; a file in the clear and a key | StateError |
-| no key, and a file in the clear | its bytes |
+| a byte changed; chunks swapped, dropped or repeated; the file truncated | StateError |
+| replaced by another sealed file | StateError: its role is different |
+| replaced by an older version of the same file | its content: this module cannot tell which version is the latest |
+| sealed under another key; sealed, but no key is set; not sealed, but a key is set | StateError |
+| not sealed, and no key is set | its bytes |
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fedveil.errors import ConfigError, StateError
 Bytes = bytes | bytearray | memoryview | mmap
 
 KEY_BYTES = 32
-VARIABLE = "FEDVEIL_KEY_FILE"  # names the key file of a process that no node config reaches
+VARIABLE = "FEDVEIL_KEY_FILE"  # names the key file for processes without a node config
 _MAGIC = b"FedVeil sealed\n\x01"  # its last byte is the version
 _ID_BYTES, _SALT_BYTES, _TAG_BYTES = 8, 32, 16
 _CHUNK_BYTES = 1 << 20
@@ -53,17 +53,17 @@ _CHUNK_BYTES = 1 << 20
 @final
 @dataclass(frozen=True)
 class FileSeal:
-    """The encryption of files: sealed under a key, or in the clear if there is none.
+    """The encryption of files: sealed under a key, or stored unencrypted if there is no key.
 
     Attributes:
-        key: 32 bytes; None = in the clear.
+        key: 32 bytes; None = unencrypted.
     """
 
     key: bytes | None = field(default=None, repr=False)
 
     @classmethod
     def from_key_file(cls, file: str | Path) -> FileSeal:
-        """The seal of a key file; in the clear for "". Raises ConfigError for a file that is no such key."""
+        """Return the seal for a key file; no encryption for "". Raises ConfigError if it is not a valid key file."""
         if not str(file):
             return cls()
         missing = "restore it from your copy; without it, sealed files cannot be read"
@@ -71,16 +71,16 @@ class FileSeal:
 
     @classmethod
     def of_environment(cls) -> FileSeal:
-        """Return the seal of a process that no node config reaches: the server, and who reads its taps."""
+        """Return the seal for processes without a node config: the server, and programs that read its captures."""
         return cls.from_key_file(os.environ.get(VARIABLE, ""))
 
     @property
     def id(self) -> str:
-        """16 hex digits that tell this key from others; "" without a key."""
+        """Return 16 hex digits that identify this key; "" without a key."""
         return "" if self.key is None else _derived(self.key, None, b"fedveil key id", _ID_BYTES).hex()
 
     def closed(self, parts: Iterable[Bytes], role: str) -> Iterator[Bytes]:
-        """Encrypt this content as a file, part by part, with at most a few MiB in memory."""
+        """Encrypt this content as a file, part by part, holding at most a few MiB in memory."""
         if self.key is None:
             yield from parts
             return
@@ -92,11 +92,11 @@ class FileSeal:
             yield cipher.encrypt(_nonce(number, last), chunk, head)
 
     def read(self, path: Path, role: str) -> bytes:
-        """The content of a file that has this role.
+        """Return the content of a file with this role.
 
         Raises:
             OSError: it cannot be opened.
-            StateError: it is not such a file, or not sealed as this says.
+            StateError: it has another role, is damaged, or is not sealed under this key.
         """
         with path.open("rb") as file:
             return b"".join(self.opened(file, role, path))
@@ -112,12 +112,12 @@ class FileSeal:
         head, header = _head(file, path)
         if header.key != self.id:
             raise StateError(
-                f"{path}: expected a file sealed under key {self.id}, found one of key {header.key}; name that key's "
-                "file, or reseal the state: fedveil site seal --old-key-file"
+                f"{path}: expected a file sealed under key {self.id}, found one sealed under {header.key}; name "
+                "that key's file, or reseal the state: fedveil site seal --old-key-file"
             )
         if header.role != role:
             raise StateError(
-                f"{path}: expected a sealed file of {role!r}, found one of {header.role!r}; files were swapped: "
+                f"{path}: expected the sealed file of {role!r}, found that of {header.role!r}; files were swapped: "
                 "restore it from a backup"
             )
         cipher, chunk, number = _cipher(self.key, header.salt), file.read(_CHUNK_BYTES + _TAG_BYTES), 0
@@ -127,7 +127,7 @@ class FileSeal:
                 yield cipher.decrypt(_nonce(number, not after), chunk, head)
             except InvalidTag:
                 raise StateError(
-                    f"{path}: expected the sealed file unchanged, found chunk {number} changed or the end cut off; "
+                    f"{path}: expected an unchanged sealed file, found chunk {number} changed or the end missing; "
                     "restore it from a backup"
                 ) from None
             if not after:
@@ -143,17 +143,17 @@ class FileSeal:
         if sealed:
             raise StateError(
                 f"{path}: expected an unsealed file, since no key file is set, found a sealed one; set its key: "
-                f"key-file in the node config, fedveil site start --key-file, or {VARIABLE} at the server"
+                f"key-file in the node config, fedveil site start --key-file, or {VARIABLE} on the server"
             )
 
 
 def read_key_file(path: Path, named: str, missing: str, makes: str) -> bytes:
-    """The 32 bytes of a key's file. Raises ConfigError for one that is no such file, or that others can read.
+    """Return the 32 bytes of a key file. Raises ConfigError if it is not a key file, or if others can read it.
 
     Args:
-        named: the key of the node config that names it.
-        missing: what to do where it is not there.
-        makes: the command that makes one.
+        named: the node config key that names the file.
+        missing: the remedy if the file is missing.
+        makes: the command that makes a key file.
     """
     try:
         with path.open("rb") as opened:
@@ -185,7 +185,7 @@ class SealHeader:
 
 
 def is_sealed(path: Path) -> bool:
-    """Return whether a file begins like a sealed file of any version. Raises OSError."""
+    """Return whether a file starts like a sealed file of any version. Raises OSError."""
     with path.open("rb") as file:
         return file.read(len(_MAGIC) - 1) == _MAGIC[:-1]
 
@@ -197,7 +197,7 @@ def read_seal_header(path: Path) -> SealHeader:
 
 
 def make_key(path: Path) -> FileSeal:
-    """Make a key file that only its owner can read. Raises ConfigError where there is a file already."""
+    """Make a key file that only its owner can read. Raises ConfigError if the file already exists."""
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(os.urandom(KEY_BYTES))
@@ -226,7 +226,7 @@ def _head(file: BufferedIOBase, path: Path) -> tuple[bytes, SealHeader]:
 
 
 def _chunks(parts: Iterable[Bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Yield equal chunks and whether each is the last, which may be shorter, full, or empty."""
+    """Yield chunks of equal size, each with whether it is the last; the last may be full, shorter or empty."""
     buffer = bytearray()
     for part in parts:
         view = memoryview(part)

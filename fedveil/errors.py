@@ -1,19 +1,19 @@
 """Every error that FedVeil raises on purpose.
 
     FedVeilError
-    ├── ConfigError      a run config, a method's fields or a site's config: refused before any node is contacted
+    ├── ConfigError      a run config, method parameters or a site's config, refused before any node is contacted
     ├── TaskError        a base model or a data file that is missing or does not fit
-    ├── WireError        bytes that are not the message they should be
-    ├── UploadRefused    a well-formed upload that the intake gate keeps out of the sums
+    ├── WireError        bytes that are not the expected message
+    ├── UploadRefused    a well-formed upload that upload validation keeps out of the sums
     ├── QuorumError      too few uploads, more often than the run allows
-    ├── WorkerError      the site's worker process cannot be started, or it ended in a turn
-    │   ├── OutOfMemoryError   it needs more memory than it may have
-    │   └── RankError          one of the processes that train together has ended, or failed
-    ├── UnreachableError the SuperLink gives the ServerApp no answers
+    ├── WorkerError      the site's worker process cannot be started, or it ended during a client round
+    │   ├── OutOfMemoryError   it needs more memory than it is allowed
+    │   └── RankError          one of the processes that train together has ended or failed
+    ├── UnreachableError the SuperLink does not answer the ServerApp
     ├── StateError       a checkpoint, private state or run folder that cannot be read or written
-    │   └── LedgerError  a site's privacy ledger that is damaged, older than its witness, or another one
-    └── PolicyError      this site does not permit what was asked
-        └── BudgetError  a record would be charged more privacy than its budget allows
+    │   └── LedgerError  a site's privacy ledger that is damaged, older than its witness, or the wrong one
+    └── PolicyError      this site does not permit the request
+        └── BudgetError  a record would be charged more epsilon than its budget allows
 
 A message names the field, what was expected, what was found, and the next step.
 """
@@ -40,7 +40,7 @@ class FedVeilError(Exception):
     """Root of the tree.
 
     Attributes:
-        rule: number of the rule of secure aggregation that was broken (federation/secagg/plan_checks.py); "" = none.
+        rule: number of the secure-aggregation rule that was violated (federation/secagg/plan_checks.py); "" = none.
     """
 
     rule = ""
@@ -55,11 +55,11 @@ class TaskError(FedVeilError):
 
 
 class WireError(FedVeilError):
-    """Bytes that are not the message they should be."""
+    """Bytes that are not the expected message."""
 
 
 class UploadRefused(FedVeilError):
-    """A well-formed upload that the intake gate keeps out of the sums."""
+    """A well-formed upload that upload validation keeps out of the sums."""
 
 
 class QuorumError(FedVeilError):
@@ -67,7 +67,7 @@ class QuorumError(FedVeilError):
 
 
 class UnreachableError(FedVeilError):
-    """The SuperLink gives the ServerApp no answers."""
+    """The SuperLink does not answer the ServerApp."""
 
 
 class StateError(FedVeilError):
@@ -75,24 +75,24 @@ class StateError(FedVeilError):
 
 
 class LedgerError(StateError):
-    """A site's privacy ledger that is damaged, older than its witness, or another one: a person must repair it."""
+    """A site's privacy ledger that is damaged, older than its witness, or the wrong one: a person must repair it."""
 
 
 class PolicyError(FedVeilError):
-    """This site does not permit what was asked."""
+    """This site does not permit the request."""
 
 
 class BudgetError(PolicyError):
-    """A record would be charged more privacy than its budget allows."""
+    """A record would be charged more epsilon than its budget allows."""
 
 
 class WorkerError(FedVeilError):
-    """The site's worker process cannot be started, or it ended in a turn."""
+    """The site's worker process cannot be started, or it ended during a client round."""
 
 
 class OutOfMemoryError(WorkerError):
-    """The site's worker needs more memory than it may have."""
+    """The site's worker needs more memory than it is allowed."""
 
 
 class RankError(WorkerError):
-    """One of the processes that train together has ended, or failed."""
+    """One of the processes that train together has ended or failed."""

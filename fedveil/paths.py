@@ -3,14 +3,14 @@
 | file | in a wheel | in a checkout | in a bundle |
 |---|---|---|---|
 | `strategies`, `server_app`, `client_app`, `attacks` | in `fedveil/` | at the top, linked in `fedveil/` | at the top |
-| `data` | `fedveil/demo_data` | at the top, linked so | not there |
-| pyproject.toml, constraints.txt, lock, LICENSE | `fedveil/checkout` | at the top, linked so | at the top |
+| `data` | `fedveil/demo_data` | at the top, linked as `fedveil/demo_data` | missing |
+| pyproject.toml, constraints.txt, lock, LICENSE | `fedveil/checkout` | at the top, linked in there | at the top |
 
-The package's path has one folder, but in a bundle and in an archive that was unpacked without links
+The package's path has one folder, except in a bundle and in an archive that was unpacked without links
 (fedveil/__init__.py).
 
-No other module guesses a folder from `__file__`. This one imports neither torch nor Flower. Folders for what is private
-are made here too.
+No other module guesses a folder from `__file__`. This module imports neither torch nor Flower. It also creates the
+folders for private files.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ import fedveil
 from fedveil.errors import ConfigError
 
 LINKS = ("attacks", "client_app", "server_app", "strategies")  # folders at the top, linked in the package
-# What Flower's bundle carries: the packages below fedveil/ and its modules, the apps and the methods.
-# A test compares with fab-include of pyproject.toml.
+# The contents of Flower's bundle: fedveil's modules and these packages in it, the apps and the methods.
+# A test compares them with fab-include in pyproject.toml.
 APP_PACKAGES = (
     "adapters", "cards", "contract", "data", "federation", "models", "ops", "own", "privacy", "records", "tasks",
     "training", "wire",
 )  # fmt: skip
 APP_LINKS = ("client_app", "server_app", "strategies")
 _DATA = "demo_data"  # the name of `data` inside the package
-# At the top of a checkout: what no build of FedVeil needs. A package has a folder runs, too.
+# Folders at the top of a checkout that no FedVeil build needs. Only at the top: a package also has a folder `runs`.
 _NO_SOURCE = ("benchmarks", "build", "dist", "*.egg-info", ".*", "runs")
-_BESIDE = "checkout"  # the folder inside the package with the files that a checkout has beside it
+_BESIDE = "checkout"  # the folder inside the package with the files that a checkout has next to it
 
 
 def package_folder() -> Path:
-    """The folder of the running package `fedveil`."""
+    """Return the folder of the running package `fedveil`."""
     return Path(fedveil.__path__[0]).absolute()
 
 
 def import_root() -> Path:
-    """The folder that must be on Python's path to import the code that is running."""
+    """Return the folder that must be on Python's path to import the running code."""
     return package_folder().parent
 
 
 def checkout_folder() -> Path | None:
-    """The folder of the checkout or bundle that is running; None in a wheel."""
+    """Return the folder of the running checkout or bundle; None in a wheel."""
     return (
         import_root()
         if (import_root() / "pyproject.toml").is_file() and (import_root() / "strategies").is_dir()
@@ -58,15 +58,14 @@ def checkout_folder() -> Path | None:
 
 
 def find_folder(name: str) -> Path:
-    """Return a folder of this installation: "data/e2e", "docs/pictures". Raise ConfigError if it is missing."""
+    """Return a folder of this installation: "data/e2e", "docs/pictures". Raises ConfigError if it is missing."""
     top, _, rest = name.partition("/")
     inside = package_folder() / (_DATA if top == "data" else top) / rest
     for place in (inside, import_root() / name):
         if place.is_dir():
             return place
     raise ConfigError(
-        f"installation: expected the folder {name}, found none in {package_folder()} or next to it; install fedveil "
-        "again"
+        f"installation: expected the folder {name}, found none in {package_folder()} or next to it; reinstall fedveil"
     )
 
 
@@ -81,32 +80,32 @@ def find_file(name: str) -> Path:
 
 
 def private_folder(path: Path) -> Path:
-    """`path`, which exists then: it and the parents that were missing are readable only by their owner.
+    """Create `path` and its missing parents, readable only by their owner, and return it.
 
     Raises:
-        OSError: it cannot be made, or is a file; it names the path.
+        OSError: it cannot be created, or is a file; the error names the path.
     """
     for folder in reversed([folder for folder in (path, *path.parents) if not folder.exists()]):
-        folder.mkdir(mode=0o700, exist_ok=True)  # not with parents=True, which gives them the usual mode
+        folder.mkdir(mode=0o700, exist_ok=True)  # not with parents=True, which gives parents the default mode
     if not path.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     return path
 
 
 def find_other_writer(file: Path, about: os.stat_result) -> str:
-    """Return who, apart from this user and root, may change or replace a file, and the remedy; "" if no one may.
+    """Return who besides this user and root can change or replace a file, and the remedy; "" if no one can.
 
-    The owner and the mode of the file and of its folder decide, as for the files of ssh. On a read-only mount only the
-    file is checked: no process replaces files there, and Kubernetes gives such folders every permission.
+    The owner and mode of the file and of its folder decide, as ssh does for its files. On a read-only mount only the
+    file is checked: no process can replace files there, and Kubernetes gives such folders every permission.
 
     Args:
         about: metadata of the opened file.
 
     Raises:
-        OSError: the folder cannot be looked at.
+        OSError: the folder's metadata cannot be read.
     """
     is_fixed = os.statvfs(file).f_flag & os.ST_RDONLY
-    folders = set() if is_fixed else {file.absolute().parent, file.resolve().parent}  # a link has two
+    folders = set() if is_fixed else {file.absolute().parent, file.resolve().parent}  # a link has two folders
     for path, status in [(file, about), *((folder, folder.stat()) for folder in sorted(folders))]:
         if status.st_uid not in (0, os.geteuid()):
             return f"{path} belongs to user {status.st_uid}; chown it to the user who runs this"
@@ -116,7 +115,7 @@ def find_other_writer(file: Path, about: os.stat_result) -> str:
 
 
 def copy_checkout(target: Path, source: Path | None = None) -> Path:
-    """Copies `source`, or this installation in the layout of a checkout, to the new folder `target`, to build from."""
+    """Copy `source`, or this installation laid out as a checkout, to the new folder `target`, as a build directory."""
     compiled = shutil.ignore_patterns("__pycache__")
     if at := source or checkout_folder():
         top = shutil.ignore_patterns(*_NO_SOURCE)
@@ -140,7 +139,7 @@ def copy_checkout(target: Path, source: Path | None = None) -> Path:
 
 
 def app_sources(at: Path | None = None) -> dict[str, Path]:
-    """The app's Python files by their names in the bundle, sorted. `at`: where to look, by default `import_root()`."""
+    """Return the app's Python files by name in the bundle, sorted. `at`: where to look; default `import_root()`."""
     at = at or import_root()
     inside = at / "fedveil"
     sources = {f"fedveil/{source.name}": source for source in inside.glob("*.py")}

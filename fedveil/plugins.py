@@ -1,13 +1,13 @@
-"""Find plugins by name: a file of a package, or an entry point of another installed package.
+"""Find plugins by name: a file in a package, or an entry point of another installed package.
 
-| the name is that of | result |
+| the name belongs to | result |
 |---|---|
-| a file of the package | that file: no other package can replace a part of FedVeil |
-| an entry point of one package | the module that the entry point names, with the content of such a file |
+| a file in the package | that file: no other package can replace a part of FedVeil |
+| an entry point of one package | the module that the entry point names, which defines the same names as such a file |
 | entry points of two packages | refused, because the name is ambiguous |
 
 Flower's bundle contains only FedVeil's own packages. A package that provides a plugin must be installed on every
-machine of a run.
+machine that takes part in a run.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class PluginPackage:
 
     Attributes:
         package: its import name: "fedveil.tasks".
-        group: group of the entry points of other packages: "fedveil.tasks".
-        key: the run config key that messages name: "task.name".
-        joint: between the words of a name; in the name of a file it is "_".
-        needs: what a module of another package must define.
+        group: entry point group for other packages: "fedveil.tasks".
+        key: the run config key named in error messages: "task.name".
+        joint: separator between the words of a name; in a file name it is "_".
+        needs: names that a module of another package must define.
     """
 
     package: str
@@ -44,11 +44,11 @@ class PluginPackage:
     needs: tuple[str, ...] = ()
 
     def list_names(self) -> list[str]:
-        """The names of all parts: the files of the package, and those that other packages provide."""
+        """Return the names of all plugins: the package's files, and those that other packages provide."""
         return sorted({*self._own(), *(point.name for point in entry_points(group=self.group))})
 
     def load_module(self, name: str) -> ModuleType:
-        """The module of that name.
+        """Return the module with that name.
 
         Raises:
             ConfigError: no package provides it, two do, or it cannot be imported.
@@ -70,10 +70,10 @@ class PluginPackage:
 
 
 def find_entry_point(group: str, name: str, key: str) -> EntryPoint:
-    """Return the entry point of that group and name; `key` begins the message of an error.
+    """Return the entry point with that group and name; error messages start with `key`.
 
     Raises:
-        ConfigError: no package brings it, or two do.
+        ConfigError: no package provides it, or two do.
     """
     points = list(entry_points(group=group, name=name))
     if len(points) != 1:
@@ -89,7 +89,7 @@ def load_entry_point(point: EntryPoint, key: str, needs: Sequence[str] = ()) -> 
     """Import the module that an entry point names; it must define the names in `needs`.
 
     Raises:
-        ConfigError: it does not load, is no module, or lacks a name.
+        ConfigError: it does not load, is not a module, or lacks a name.
     """
     try:
         module = point.load()

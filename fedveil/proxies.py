@@ -1,14 +1,14 @@
-"""Proxy variables: never for loopback, and with the same rules as gRPC and httpx for a server's fleet port.
+"""Proxy variables: ignored for loopback, and read by the rules of gRPC and httpx for a server's fleet port.
 
 A hospital often sets `https_proxy` for all of its users. Flower's processes then send every HTTP request to the
-proxy, even those from one process of this machine to another, which contain signed tokens.
+proxy, even requests between processes on the same machine, which contain signed tokens.
 
 | connection | proxy |
 |---|---|
-| to 127.0.0.1, ::1, localhost, and to the host of a program's own API address | none, whatever the variables say |
+| to 127.0.0.1, ::1, localhost, and to the host of a program's own API address | none, regardless of the variables |
 | a SuperNode that speaks gRPC, to the server | the first of grpc_proxy, https_proxy, http_proxy; lower case only |
 | a SuperNode that speaks HTTP, to the server | https_proxy, else all_proxy; lower or upper case |
-| to a host that no_proxy names, itself or by a suffix | none |
+| to a host that no_proxy lists, by name or by suffix | none |
 
 The proxy must permit CONNECT to the server's port. TLS runs inside the tunnel: the proxy sees neither content nor keys.
 """
@@ -31,7 +31,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _OF_GRPC = ("grpc_proxy", "https_proxy", "http_proxy")
 _OF_HTTP = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 _ADDRESS = re.compile(r"--(?:runtime|clientappio|serverappio)-api-address(?:=(.*))?")
-_MOST_BYTES = 8192  # of a proxy's answer
+_MOST_BYTES = 8192  # maximum size of a proxy's response
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Proxy:
 
 
 def exempt_loopback(environ: MutableMapping[str, str], arguments: Sequence[str] = ()) -> None:
-    """Add loopback to no_proxy and NO_PROXY of an environment, and the hosts of API addresses in `arguments`.
+    """Add loopback, and the hosts of API addresses in `arguments`, to an environment's no_proxy and NO_PROXY.
 
-    "*", which exempts every host, stays as it is: libraries read it only if it stands alone.
+    "*", which exempts every host, is left alone: libraries recognize it only if it is the whole value.
     """
     entries = [entry.strip() for name in ("no_proxy", "NO_PROXY") for entry in environ.get(name, "").split(",")]
     if "*" in entries:
@@ -76,13 +76,13 @@ def _api_hosts(arguments: Sequence[str]) -> list[str]:
 
 
 def find_proxy(host: str, speaks: str, environ: Mapping[str, str]) -> Proxy | None:
-    """Return the proxy that a SuperNode uses to reach `host`, None if it connects directly.
+    """Return the proxy that a SuperNode uses to reach `host`; None if it connects directly.
 
     Args:
-        speaks: "gRPC" or "HTTP", what this installation's SuperNode speaks with the server.
+        speaks: "gRPC" or "HTTP", the protocol between this installation's SuperNode and the server.
 
     Raises:
-        ConfigError: the variable's value is no proxy's address.
+        ConfigError: the variable's value isn't a proxy address.
     """
     variable = next((name for name in (_OF_GRPC if speaks == "gRPC" else _OF_HTTP) if environ.get(name)), "")
     exempted = environ.get("no_proxy", "") or environ.get("NO_PROXY", "")
@@ -107,8 +107,8 @@ def connect(host: str, port: int, proxy: Proxy | None, timeout: float) -> socket
     """Return a TCP connection to the server, through the proxy if there is one.
 
     Raises:
-        OSError: nothing answers there.
-        ConfigError: the proxy refused, or its answer is none.
+        OSError: nothing answers at that address.
+        ConfigError: the proxy refused, or its response is invalid.
     """
     if proxy is None:
         return socket.create_connection((host, port), timeout)

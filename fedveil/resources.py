@@ -1,4 +1,4 @@
-"""Folders that an installation of FedVeil brings, wherever it is installed: the demo's data and the bundled bases."""
+"""Folders that come with every FedVeil installation: the demo data and the bundled base models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["base_folder", "data_folder"]
 
 
 def data_folder(name: str = "") -> Path:
-    """Return the folder of a bundled data set, `data_folder("e2e")`; without a name, the folder of all of them.
+    """Return the folder of a bundled data set, `data_folder("e2e")`; without a name, the folder with all data sets.
 
     Raises:
         ConfigError: this installation has no such folder.
@@ -19,7 +19,7 @@ def data_folder(name: str = "") -> Path:
 
 
 def base_folder(task: str) -> Path:
-    """Return the folder of the tiny base model that is bundled for a task: `base_folder("text-generation")`.
+    """Return the folder of a task's bundled tiny base model: `base_folder("text-generation")`.
 
     Raises:
         ConfigError: this installation has no such folder.

@@ -1,9 +1,9 @@
-"""Random numbers as named streams.
+"""Random numbers from named streams.
 
-A stream is a keyed generator: BLAKE2b of (secret, round, client, purpose) gives the key, and AES-256 in counter mode
+A stream is a keyed generator: BLAKE2b over (secret, round, client, purpose) gives the key, and AES-256 in counter mode
 gives the bytes. They cannot be predicted without the secret; with it, the same call gives the same draws on every
-machine. Cohorts, columns, keys and seeds are drawn from the stream itself; such a key is expanded to masks over entries
-of tensors by another cipher (`fedveil.ops.chacha20`). `torch_generator` is for initial weights and batch order, which
+machine. Cohorts, columns, keys and seeds are drawn from the stream itself; another cipher (`fedveil.ops.chacha20`)
+expands such a key into masks over tensor entries. `torch_generator` is for initial weights and batch order, which
 need not be secret.
 
 Noise that protects people comes from the operating system (`fedveil.privacy`), never from a stream, except in a
@@ -34,21 +34,22 @@ __all__ = [
 ]
 
 SECRET_BYTES = 32
-_BLOCK = 1 << 20  # entries of a mask at a time, so that they stay in the cache
+_BLOCK = 1 << 20  # mask entries drawn at a time, so that they stay in the cache
 
 
 def fresh_secret() -> bytes:
-    """A secret from the operating system."""
+    """Return a secret from the operating system."""
     return os.urandom(SECRET_BYTES)
 
 
 def derive_secret(side: str, seed: int, deterministic: bool) -> bytes:
-    """A secret for `side`, which is "server" or "client:" and the site's name. With `deterministic` it repeats."""
+    """Return a secret for `side`: "server", or "client:" plus the site's name. If `deterministic`, it depends only on
+    `seed` and `side`."""
     return _digest(f"fedveil deterministic {seed} {side}".encode()) if deterministic else fresh_secret()
 
 
 def initial_stream(seed: int, purpose: str) -> RandomStream:
-    """A stream for public draws before round 0, so that all runs with one seed start from equal weights."""
+    """Return a stream for public draws before round 0, so that all runs with the same seed start from equal weights."""
     return RandomStream.derive(_digest(f"fedveil initial {seed}".encode()), 0, "", purpose)
 
 
@@ -65,10 +66,10 @@ def _keystream(key: bytes) -> CipherContext:
 
 
 def probability_threshold(probability: float) -> tuple[int, int]:
-    """Return the value that a byte is compared with, and the 24 bits that decide if both are equal.
+    """Return the value that a byte is compared with, and the 24 bits that decide a tie.
 
     Raises:
-        ValueError: it is no probability.
+        ValueError: it is not a probability.
     """
     if not 0.0 <= probability <= 1.0:
         raise ValueError(f"probability: expected 0 to 1, found {probability}")
@@ -78,16 +79,16 @@ def probability_threshold(probability: float) -> tuple[int, int]:
 def draw_booleans(
     keystream: CipherContext, ties: Callable[[], CipherContext], probability: float, shape: tuple[int, ...]
 ) -> Tensor:
-    """Independent booleans, each True with `probability` (to within 2**-32; exactly so at 0 and 1).
+    """Return independent booleans, each True with `probability` (to within 2**-32; exactly at 0 and 1).
 
-    One byte of `keystream` decides an entry, unless it equals the threshold's first byte. Such an entry, one in 256, is
-    decided by 24 bits of the next word of `ties` and the rest of the threshold. Raises ValueError as
+    One byte of `keystream` decides each entry, unless it equals the threshold's first byte. Such an entry, one in 256,
+    is decided by comparing 24 bits of the next word of `ties` with the rest of the threshold. Raises ValueError like
     `probability_threshold`.
     """
     first, rest = probability_threshold(probability)
     n = int(np.prod(shape, dtype=np.int64))
     out = np.empty(n, dtype=bool)
-    words_of = ties() if rest else None  # one for all blocks: a new one for each would repeat its words
+    words_of = ties() if rest else None  # shared by all blocks: a new one for each block would repeat its words
     for start in range(0, n, _BLOCK):
         drawn = np.frombuffer(keystream.update(bytes(min(_BLOCK, n - start))), dtype=np.uint8)
         block = out[start : start + _BLOCK]
@@ -101,7 +102,7 @@ def draw_booleans(
 
 @dataclass
 class RandomStream:
-    """A stream of random bytes under a key of 32 bytes. Draws advance it."""
+    """A stream of random bytes under a 32-byte key. Draws advance it."""
 
     key: bytes = field(repr=False)
 
@@ -112,19 +113,19 @@ class RandomStream:
 
     @classmethod
     def derive(cls, secret: bytes, round_: int, client: str, purpose: str) -> RandomStream:
-        """The stream of one purpose of one client in one round."""
+        """Return the stream for one purpose of one client in one round."""
         return cls(_digest(secret, str(round_).encode(), client.encode(), purpose.encode()))
 
     def bytes(self, n: int) -> bytes:
-        """The next n bytes."""
+        """Return the next n bytes."""
         return self._keystream.update(bytes(n))
 
     def split(self, purpose: str) -> RandomStream:
-        """Another stream, by this one's key: it leaves this one's draws as they are."""
+        """Return another stream, derived from this stream's key; this stream's draws stay the same."""
         return RandomStream(_digest(self.key, b"split", purpose.encode()))
 
     def bernoulli(self, probability: float, shape: tuple[int, ...]) -> Tensor:
-        """Independent booleans, as of `draw_booleans`; the ties' key is the digest of this key and "ties"."""
+        """Return independent booleans, like `draw_booleans`; the ties' key is the digest of this key and "ties"."""
         return draw_booleans(self._keystream, lambda: self._ties, probability, shape)
 
     @cached_property
@@ -132,7 +133,7 @@ class RandomStream:
         return _keystream(_digest(self.key, b"ties"))
 
     def choice(self, n: int, k: int) -> list[int]:
-        """k distinct integers from 0 to n - 1, uniform, in the order drawn."""
+        """Draw k distinct integers from 0 to n - 1 uniformly; return them in the order drawn."""
         if not 0 <= k <= n:
             raise ValueError(f"k: expected 0 to {n}, found {k}")
         pool = list(range(n))
@@ -148,5 +149,5 @@ class RandomStream:
         return word % bound
 
     def torch_generator(self) -> torch.Generator:
-        """A torch generator on the CPU, seeded from this stream. Not for secrets."""
+        """Return a torch generator on the CPU, seeded from this stream. Not for secrets."""
         return torch.Generator().manual_seed(int.from_bytes(self.bytes(8), "little") >> 1)

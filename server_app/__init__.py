@@ -1,1 +1,1 @@
-"""The server side as a Flower app. Of the folders in the app's bundle, only this and `client_app/` import Flower."""
+"""The server side as a Flower app. In the app's bundle, only this folder and `client_app/` import Flower."""

@@ -1,8 +1,8 @@
 """Read a resumed run's folder: its checkpoint, unfinished attempts and best checkpoint.
 
-A run that ends with its best round's model stores that round's checkpoint under another name, as a link. The link
-takes no extra space until that checkpoint has been replaced twice. The previous best one stays until the next
-round, because a resume may go back by one round.
+If a run ends with its best round's model, that round's checkpoint is stored under another name, as a link. The link
+takes no extra space until that checkpoint has been replaced twice. The previous best checkpoint stays until the next
+round, because a resume may go back one round.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHECKPOINT, BEFORE, _DAMAGED = (
 _BEST = re.compile(r"best-(\d{1,9})\.safetensors")
 _LINES = ("metrics.jsonl", disclosure_ledger.NAME, "resumes.jsonl", "tap/index.jsonl")
 _WITHOUT = 'resume with evaluate.select-model = "last" to end with the last round\'s model'
-_LONGEST = 300  # maximum characters stored of a torn line
+_LONGEST = 300  # maximum characters of a torn line that are stored
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -37,12 +37,10 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def require_new(folder: Path) -> None:
-    """Raise StateError if the folder of a new run contains a run or anything else."""
+    """Raise StateError if a new run's folder contains a run or anything else."""
     if (folder / "status.json").exists() or (folder / "id").exists():
         begun = has_checkpoint(folder) or (folder / disclosure_ledger.NAME).exists()
-        unbegun = (
-            "" if begun or not process_exit.is_dead(folder) else " that ended before any site was asked for anything"
-        )
+        unbegun = "" if begun or not process_exit.is_dead(folder) else " that ended before any site was contacted"
         mend = "remove the folder to use its name again, or choose another" if unbegun else "choose another"
         resume = "" if unbegun else ", or set run.resume = true"
         raise StateError(f"run folder {folder}: expected a new one, found a run{unbegun}; {mend} run.name{resume}")
@@ -54,7 +52,8 @@ def require_resumable(folder: Path) -> None:
     """Raise StateError if the folder has no run, or one whose checkpoint is lost after sites took part in it.
 
     The server writes a checkpoint before it asks a site for anything, so a run with messages but no checkpoint has lost
-    it. A start at round 0 would ask the sites for the same rounds again, and `dp.*` would charge them twice.
+    its checkpoint. Starting at round 0 would ask the sites for the same rounds again, and `dp.*` would charge them
+    twice.
     """
     if has_checkpoint(folder):
         return
@@ -64,14 +63,14 @@ def require_resumable(folder: Path) -> None:
         raise StateError(
             f"run.resume: expected {CHECKPOINT} in {folder}, found none, although sites took part up to round "
             f"{last + 1} ({disclosure_ledger.NAME}); restore it from a backup, or start a new run with another "
-            "run.name: the sites' ledgers keep what this one cost"
+            "run.name: the sites' ledgers keep what this run cost"
         )
     if not any((folder / name).exists() for name in ("id", "status.json")):
         raise StateError(f"run.resume: expected a run in {folder}, found none; start the run without it")
 
 
 def repair_folder(folder: Path) -> dict[str, Any]:
-    """Repair a folder after a crash. Return why the previous process ended, and the torn lines that it left."""
+    """Repair a folder after a crash. Return why the previous process ended, and the torn lines it left behind."""
     status: dict[str, Any] = {}
     try:
         status = dict(json.loads((folder / "status.json").read_text(encoding="utf-8")))
@@ -89,9 +88,9 @@ def repair_folder(folder: Path) -> dict[str, Any]:
 
 
 def newest_checkpoint(folder: Path) -> tuple[FederatedState, str]:
-    """Return the state in the last readable checkpoint, and a warning if that is not the newest one.
+    """Return the state in the last readable checkpoint, and a warning if it is not the newest checkpoint.
 
-    An unreadable checkpoint is set aside. Sites let a server go back by one round.
+    An unreadable checkpoint is set aside. Sites allow a server to go back one round.
 
     Raises:
         StateError: no checkpoint is readable.
@@ -109,10 +108,10 @@ def newest_checkpoint(folder: Path) -> tuple[FederatedState, str]:
 
 
 def keep_best(folder: Path, best: int | None, now: int) -> None:
-    """Preserve the checkpoint of round `best` for the end, if the last readable one is of round `now`.
+    """Preserve the checkpoint of round `best` for the end, if the last readable checkpoint is from round `now`.
 
     Raises:
-        StateError: the best round is an earlier one, and its checkpoint is missing.
+        StateError: the best round is earlier, and its checkpoint is missing.
         OSError: the folder is not writable.
     """
     if best is None:
@@ -155,7 +154,7 @@ def read_id(folder: Path) -> str:
     """Return the run's id. Raises StateError if its file is damaged; a resume rewrites it from the checkpoint."""
     if not _is_id(folder):
         raise StateError(
-            f"{folder / 'id'}: expected the run's id, found none or other text; resume the run: run.resume=true"
+            f"{folder / 'id'}: expected the run's id, found nothing or other text; resume the run: run.resume=true"
         )
     return (folder / "id").read_text(encoding="utf-8").partition(" ")[0]
 
@@ -169,7 +168,7 @@ def _is_id(folder: Path) -> bool:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return every line of a JSON-lines file; [] if there is no file. Raises StateError naming an invalid line."""
+    """Return all lines of a JSON Lines file; [] if there is no file. Raises StateError, naming an invalid line."""
     rows = []
     for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
         try:
@@ -184,7 +183,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def resume_mark(folder: Path, round_: int) -> dict[str, Any]:
-    """Return the line of metrics.jsonl that marks a resume of the run with `round_`, and counts the messages so far."""
+    """Return the line of metrics.jsonl that marks a resume at `round_` and counts the messages so far."""
     return {
         "round": round_,
         "resumed": True,
@@ -193,7 +192,7 @@ def resume_mark(folder: Path, round_: int) -> dict[str, Any]:
 
 
 def interrupted_attempts(folder: Path) -> list[dict[str, Any]]:
-    """Return the attempts that exchanged messages but have no line in metrics.jsonl, in the form of a RoundRecord."""
+    """Return the attempts that exchanged messages but have no line in metrics.jsonl, with a RoundRecord's keys."""
     rows, messages = (
         read_lines(folder / "metrics.jsonl"),
         disclosure_ledger.read_messages(folder / disclosure_ledger.NAME),

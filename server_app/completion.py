@@ -30,11 +30,11 @@ class BestRoundTracker:
         done: the last round that counted; -1 before the first.
         best: the best round so far, by `choice`.
         told: true if the caller of `MethodStrategy.start` requested a stop after the last round.
-        final: scores of the run's final model, if no round's line contains all of them.
+        final: scores of the run's final model, if no round's line in metrics.jsonl contains all of them.
     """
 
     def __init__(self, choice: ModelSelection | None, folder: Path | None) -> None:
-        """Set up the tracker. `folder` is the run's; without one, a choice that ends with the best round is refused.
+        """Set up the tracker. `folder` is the run folder; without it, ending with the best round's model is refused.
 
         Raises:
             ConfigError: the choice needs a folder.
@@ -49,7 +49,7 @@ class BestRoundTracker:
         self._kept: int | None = None
 
     def resume(self, loop: Mapping[str, Any]) -> None:
-        """Continue from what `saved` put into a checkpoint. Raises StateError if the best round's model is missing."""
+        """Continue from the result of `saved` in a checkpoint. Raises StateError if the best round's model is lost."""
         self.done = int(loop["round"])
         if self._choice:
             self.best = BestEvaluation.read(loop.get("best") or {})
@@ -66,12 +66,12 @@ class BestRoundTracker:
             self.best = self.best.after(self._choice, round_, scores)
 
     def keep(self) -> None:
-        """Preserve the best round's checkpoint: the last one, or one preserved before. Raises like `keep_best`."""
+        """Preserve the best round's checkpoint: the last one, or one preserved earlier. Raises like `keep_best`."""
         if self._folder and self._choice and self._choice.keep:
             checkpoints.keep_best(self._folder, self.best.round, self.done)
 
     def replaced(self) -> FederatedState | None:
-        """Return the run's final state if it is not the last round's. Raises StateError."""
+        """Return the run's final state if it is not the last round's state. Raises StateError."""
         self._kept, best = self.done, self.best.round
         if self._folder is None or self._choice is None or not self._choice.keep or best in (None, self.done):
             return None
@@ -79,11 +79,12 @@ class BestRoundTracker:
         return checkpoints.best_state(self._folder, best)
 
     def is_unscored(self, rounds: int) -> bool:
-        """Return whether the selected model lacks a last round's scores, including generated texts if requested."""
+        """Return whether the selected model still lacks the scores that a last round gets, such as those of generated
+        text."""
         return self._choice is not None and self._kept != rounds - 1
 
     def stopped(self, rounds: int) -> str:
-        """Explain why no further round follows; "" if one does, or all are done."""
+        """Explain why no further round follows; "" if one follows, or all are done."""
         if self.done >= rounds - 1:
             return ""
         if self.told:
@@ -119,7 +120,7 @@ def failure_reason(error: BaseException, folder: Path) -> str:
     """Return the reason for status.json: the failure, what to lower, and the command that resumes the run, if any."""
     reason = str(error) if isinstance(error, FedVeilError) else f"{type(error).__name__}: {error}"
     if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code):
-        # Flower answers a signal by SystemExit: 0, and the end of a run that it gave up for lack of heartbeats too.
+        # Flower raises SystemExit(0) on a signal, and also when it gives up a run because heartbeats are missing.
         reason = process_exit.describe_lost_contact() or process_exit.TOLD_TO_END
     chain: list[BaseException] = []
     link: BaseException | None = error
@@ -128,9 +129,9 @@ def failure_reason(error: BaseException, folder: Path) -> str:
         link = link.__cause__ or link.__context__
     if any(isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT) for each in chain):
         reason += "; the server's disk is full: free space"
-    elif _SERVER_ERROR.search(reason):  # of the SuperLink, whose own log has the cause
+    elif _SERVER_ERROR.search(reason):  # from the SuperLink, whose own log has the cause
         full = process_exit.describe_full_disk(folder, Path.cwd())
-        reason += f"; {full}" if full else "; the SuperLink's log (logs/superlink.log of its state folder) says why"
+        reason += f"; {full}" if full else "; the SuperLink's log (logs/superlink.log in its state folder) says why"
     elif process_exit.is_out_of_memory(error):
         reason += f"; {process_exit.LOWER}"
     elif process_exit.ExitCause.MEMORY in reason:  # a site reported it
@@ -141,7 +142,7 @@ def failure_reason(error: BaseException, folder: Path) -> str:
 
 
 def leave_card(run: RunFolder, config: RunConfig, method: Method, course: BestRoundTracker) -> None:
-    """Write the card of a run that has just ended, and its digest to the audit log. No attack was run yet.
+    """Write the card of a run that has just ended, and its digest to the audit log. No attack has been run yet.
 
     Raises:
         OSError: the card cannot be written.

@@ -24,22 +24,22 @@ _POLL_SECONDS = 0.25
 _SILENT = re.compile("no (reply|answer) within ")
 _POLICY = "its policy"
 _LEDGER = "its ledger"
-_BROKEN = "LedgerError at the site"  # client_app/app.py: nothing else of it is for the server
+_BROKEN = "LedgerError at the site"  # client_app/app.py: the server gets no other details
 _REFUSES = {"PolicyError: ": _POLICY, "BudgetError: ": _LEDGER, _BROKEN: f"{_LEDGER}, which must be repaired"}
 _FOR_GOOD = ("BudgetError: ", _BROKEN)
 _NAMED = 5  # maximum number of sites named in an error
-_GONE_SECONDS = 62.0  # Flower treats a SuperNode as connected for a minute after its last sign of life
+_GONE_SECONDS = 62.0  # Flower treats a SuperNode as connected for a minute after its last heartbeat
 
 
 def connected_sites(grid: Grid) -> dict[str, int]:
     """Return node ids by site name, sorted by name.
 
     A node without a registered name is called "node-<id>". The simulation engine draws new ids at every
-    start. There the node is called "partition-<number>", because nodes register in the order of their
+    start, so there the node is called "partition-<number>": nodes register in the order of their
     partitions.
 
     Raises:
-        ConfigError: two nodes have the same name, or a name has characters other than letters, digits, "_",
+        ConfigError: two nodes have the same name, or a name contains characters other than letters, digits, "_",
             "." and "-".
     """
     node_ids: dict[str, int] = {}
@@ -61,7 +61,7 @@ def _simulated(nodes: Sequence[NodeInfo]) -> bool:
 
 
 def sites_out(attempt: RoundRecord) -> dict[str, str]:
-    """Return by site why it cannot take part in this run any more: its ledger would refuse each further round too.
+    """Return, by site, why the site can no longer take part in this run: its ledger would refuse every later round too.
 
     A policy may permit a later round, for example at another hour, so it does not count here.
     """
@@ -75,10 +75,10 @@ def wait_for(
     because: str = "cohort.sites and cohort.min-sites",
     out: Collection[str] = (),
 ) -> dict[str, int]:
-    """Wait for at least `count` sites and return those connected, without the sites `out`.
+    """Wait for at least `count` sites and return the connected ones, except for the sites in `out`.
 
     Raises:
-        QuorumError: too few sites after `seconds`; the error names the settings in `because`, which require them.
+        QuorumError: too few sites after `seconds`; the error names `because`, the settings that require them.
     """
     end = time.monotonic() + seconds
     while len(sites := {name: node for name, node in connected_sites(grid).items() if name not in out}) < count:
@@ -103,14 +103,14 @@ def await_quorum(
     """Wait until a round can succeed, so that no site trains for a round that cannot.
 
     Sites whose policy or ledger refused the last attempt will also refuse the next one, so the server does not wait
-    for them. A site that did not reply may be dead: it counts once it was disconnected and is back, or once Flower
-    would have noticed.
+    for them. A site that did not reply may be dead: it counts once it has disconnected and come back, or once enough
+    time has passed for Flower to notice that it is gone.
 
     Args:
         quorum: the quorum of the round.
         before: the previous attempt.
-        folder: the run folder, in which the wait is recorded.
-        out: sites that are not asked any more in this run, with their reasons (`sites_out`).
+        folder: the run folder, which records the wait.
+        out: sites that are no longer asked in this run, with the reasons (`sites_out`).
 
     Raises:
         QuorumError: no round could succeed within cohort.wait-seconds.
@@ -141,7 +141,7 @@ def await_quorum(
 
 
 def refusing_sites(attempt: RoundRecord | None) -> dict[str, str]:
-    """Return by site what refused the attempt there: "its policy" or "its ledger"."""
+    """Return, by site, which part of the site refused the attempt: "its policy" or "its ledger"."""
     return _refusals(attempt.failed if attempt else {})
 
 
@@ -151,7 +151,7 @@ def _refusals(failed: Mapping[str, str]) -> dict[str, str]:
 
 
 def suggest_remedy(before: RoundRecord | None, out: Mapping[str, str] | None = None) -> str:
-    """Suggest the next step for missing sites, from the outcome of the last attempt and the sites `out`."""
+    """Suggest the next step for missing sites, based on the outcome of the last attempt and the sites in `out`."""
     failed = {**(out or {}), **(before.failed if before else {})}
     refused = _refusals(failed)
     if not refused:

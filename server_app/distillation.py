@@ -1,8 +1,8 @@
-"""Server-side distillation before round 0: a layer-sharing proxy learns the hidden states of the server's model.
+"""Server-side distillation before round 0: a layer-sharing proxy is trained on the hidden states of the server's model.
 
     loss = mean over layers, tokens and features of (h_l(proxy) - h_l(model))^2,  l = 0 (embeddings) to the last
 
-Both run without a prefix, because prefixes are tuned later. The optimizer is AdamW; each step uses one batch.
+Neither model uses a prefix, because prefixes are tuned later. The optimizer is AdamW; each step uses one batch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ServerDistillation:
         self._proxy, self._model, self._rows, self._rng = proxy, model, rows, rng
 
     def distil(self, weights: Weights, steps: int, learning_rate: float) -> Weights:
-        """Return `weights` after `steps` steps. Raises TaskError for a loss that is not finite."""
+        """Return `weights` after `steps` steps. Raises TaskError if the loss is not finite."""
         self._proxy.put(weights)
         parameters = list(self._proxy.trained.values())
         optimiser = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
@@ -67,7 +67,7 @@ class ServerDistillation:
         return {n: p.detach().to("cpu", copy=True) for n, p in self._proxy.trained.items()}
 
     def loss(self, batch: TokenBatch) -> Tensor:
-        """Return the mean squared difference of the hidden states, ignoring padding."""
+        """Return the mean squared difference between the hidden states, ignoring padding."""
         with torch.no_grad():
             wanted = _states(self._model, batch)
         proxy_states, there = _states(self._proxy, batch), batch.mask.bool()
@@ -77,7 +77,7 @@ class ServerDistillation:
 
 
 def _states(task: TextGeneration, batch: TokenBatch) -> tuple[Tensor, ...]:
-    """Return hidden states (rows, length, width) of the embeddings and all layers; decoder only, without prefix."""
+    """Return the hidden states (rows, length, width) of the embeddings and all decoder layers, without a prefix."""
     decoder: Any = task.base.model.base_model
     bf16 = task.config.train.precision == "bf16"
     with torch.autocast(task.device.type, torch.bfloat16) if bf16 else contextlib.nullcontext():

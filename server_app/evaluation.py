@@ -3,15 +3,15 @@
 | evaluations so far | `BestEvaluation` |
 |---|---|
 | none, or none with a finite value | no round; only the last model is stored |
-| one that is better than all before | that round |
-| one equal to the best | the earlier round |
-| one that is better by less than evaluate.min-delta | its round, but no improvement for evaluate.patience |
+| an evaluation better than all earlier ones | that round |
+| an evaluation equal to the best | the earlier round |
+| a gain of less than evaluate.min-delta | its round, but evaluate.patience does not count an improvement |
 | a round that is not scored | unchanged; it does not count for evaluate.patience |
-| the model before round 0 | it is scored but is no candidate: no site has contributed to it |
+| the model before round 0 | it is scored, but is not a candidate: no site has contributed to it |
 
-Where a score decides, it is that of the validation split of task.evaluation, as the view VALIDATION, if there is one.
-Without one the test split decides, so that its scores of the chosen model are better than on new data; log and record
-say so.
+If scores make a decision and task.evaluation has a validation split, the decision uses the scores on that split (the
+view VALIDATION). Otherwise it uses the test split, so the chosen model's test scores are better than on new data; the
+log and the record say so.
 
 The choice costs no privacy: it uses only the server's own data, and models that the server has anyway.
 """
@@ -34,19 +34,19 @@ from fedveil.data.split_files import has_split
 from fedveil.errors import ConfigError, StateError
 
 Scores = dict[str, dict[str, float]]
-VALIDATION = "validation"  # a view of the scores: the server's model on the validation split
+VALIDATION = "validation"  # name of a score view: the server's model on the validation split
 log = logging.getLogger("fedveil.server")
 
 
 @dataclass(frozen=True)
 class ServerEvaluator:
-    """Scores models by view, in the rounds that the config names.
+    """Scores models by view, in the rounds that the config selects.
 
     Attributes:
-        task: has the adapter of the server's model.
+        task: the task with the adapter of the server's model.
         examples: the test split.
-        validation: the validation split, if scores decide and there is one.
-        notes: how the data were read so far, see `fedveil.data.reading_notes`.
+        validation: the validation split, if there is one and scores make a decision.
+        notes: how the data has been read so far; see `fedveil.data.reading_notes`.
         keeps_model: the task also trains, so its model stays in memory after the scores.
     """
 
@@ -73,14 +73,14 @@ class ServerEvaluator:
                 else:
                     log.warning(
                         '%s: "%s" has no validation split (validation.*, valid, val or dev), so the test split '
-                        "decides, and its scores of the chosen model are better than on new data; add one",
+                        "decides, and the chosen model's test scores are better than on new data; add one",
                         why, data,
                     )  # fmt: skip
             task.require_shared_classes()
         return cls(task, examples, config.evaluate, config.run.rounds, validation, notes, keeps_model)
 
     def scores(self, method: Method, server: FederatedState, round_: int) -> Scores:
-        """Return {view: {metric: value}}; empty in a round that is not scored. Round -1 is the model before round 0."""
+        """Return {view: {metric: value}}; empty for a round that is not scored. Round -1: the model before round 0."""
         last = round_ == self.rounds - 1
         due = last or (self.config.every > 0 and (round_ + 1) % self.config.every == 0)
         if not due:
@@ -110,12 +110,12 @@ class ServerEvaluator:
 
 @dataclass(frozen=True)
 class ModelSelection:
-    """The settings with which a run chooses its final model and stops early.
+    """The settings by which a run chooses its final model and stops early.
 
     Attributes:
         name, metric: identify the deciding score of the server's model.
         keep: end the run with the best round's model.
-        patience, min_delta: see evaluate.*.
+        patience, min_delta: the values of evaluate.patience and evaluate.min-delta.
     """
 
     name: str
@@ -126,10 +126,10 @@ class ModelSelection:
 
     @classmethod
     def from_config(cls, config: RunConfig, metrics: Metrics) -> ModelSelection | None:
-        """Build it from the config; None if no setting asks for it. `metrics` are those of the task.
+        """Build it from the config; None if no setting asks for it. `metrics` are the task's metrics.
 
         Raises:
-            ConfigError: a metric that the task or its evaluations lack, or evaluations that do not exist.
+            ConfigError: the task or its evaluations lack the metric, or there are no evaluations.
         """
         asked, name = config.evaluate, config.evaluate.metric
         if name not in metrics:
@@ -152,12 +152,12 @@ class ModelSelection:
         if metrics[name].generated and asked.generate != "always":
             raise ConfigError(
                 f'evaluate.generate: expected "always" with evaluate.metric = "{name}", which scores generated '
-                f'texts, found "{asked.generate}"; set it, or take another metric'
+                f'texts, found "{asked.generate}"; set it, or choose another metric'
             )
         return cls(name, metrics[name], asked.select_model == "best", asked.patience, asked.min_delta)
 
     def gain(self, before: float, now: float) -> float:
-        """Return by how much `now` is better than `before`; below 0 if it is worse."""
+        """Return how much better `now` is than `before`; negative if it is worse."""
         return before - now if self.metric.better == "lower" else now - before
 
 
@@ -198,7 +198,7 @@ class BestEvaluation:
         """Return the best evaluation after a round with these scores, by view.
 
         Raises:
-            StateError: other rounds were scored on another split, so that their scores cannot be compared.
+            StateError: earlier rounds were scored on a different split, so the scores cannot be compared.
         """
         server_scores = scores.get(VALIDATION) or scores.get("server")
         if not server_scores:
@@ -206,8 +206,8 @@ class BestEvaluation:
         split = VALIDATION if scores.get(VALIDATION) else "test"
         if self.split != split and (self.round is not None or self.waited):
             raise StateError(
-                f"task.evaluation: expected the {self.split} split to decide, as in the rounds before, found that the "
-                f"{split} split would; give the folder its validation split as it was, and resume"
+                f"task.evaluation: expected the {self.split} split to decide, as in earlier rounds, found that the "
+                f"{split} split would; restore the folder's validation split as it was, and resume"
             )
         now = server_scores[choice.name]
         if not math.isfinite(now):
@@ -241,7 +241,7 @@ class BestEvaluation:
 
 
 def _what_decides(asked: EvaluateConfig) -> str:
-    """Return the key by which scores decide which model is final or when a run stops; "" if none does."""
+    """Return the key that lets scores decide which model is final or when a run stops; "" if no key does."""
     if asked.select_model == "best":
         return 'evaluate.select-model = "best"'
     return "evaluate.patience" if asked.patience else ""

@@ -2,7 +2,7 @@
 
 `MethodStrategy(FedRand(rho=0.5)).start(grid, initial_arrays, num_rounds)` works in any ServerApp. `start` runs its own
 loop, which adds up replies one by one as they arrive, so memory stays O(model). A round ends at its deadline with the
-sites that have replied; a round below the quorum is repeated with a new cohort; every refusal is recorded with its
+sites that have replied; a round below the quorum is retried with a new cohort; every refusal is recorded with its
 reason. The five methods of Flower's interface do the same work for a caller with its own loop.
 """
 
@@ -38,15 +38,15 @@ class MethodStrategy(Strategy):
     """Runs one method over Flower.
 
     Args:
-        method: the method with its hyper-parameters.
-        settings: the settings of the loop.
-        folder: the folder in which the run is recorded; None records nothing.
+        method: the method with its hyperparameters.
+        settings: the settings of the round loop.
+        folder: the folder in which the run is recorded, or None to record nothing.
         scores: returns the scores of a server state after a round (round -1: before round 0).
-        spec: the parameters that the task trains, with their places in the model; by default from the initial weights.
-        device: the device on which a method with `on_device` builds its messages; None: on the CPU.
-        save: writes the server's last model to the run folder in a form that other programs load; None writes none.
-        signer: signs the instructions and verifies the replies in `start` and `run`; None: nothing is signed.
-        app: SHA-256 of the bundle, which a plan of secure aggregation names; guarded sites refuse any other.
+        spec: the parameters that the task trains and their locations in the model; by default, the initial weights.
+        device: the device on which a method with `on_device` builds its messages, or None for the CPU.
+        save: writes the server's last model to the run folder in a format that other programs load, if not None.
+        signer: signs the instructions and verifies the replies in `start` and `run`, or None to sign nothing.
+        app: SHA-256 of the bundle, which a secure-aggregation plan names; guarded sites refuse any other bundle.
     """
 
     def __init__(
@@ -88,15 +88,14 @@ class MethodStrategy(Strategy):
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
         should_stop: Callable[[int, Result], bool] | None = None,
     ) -> Result:
-        """Run all rounds. Arguments and result are Flower's; `timeout` is an additional bound on a round's deadline.
+        """Run all rounds. Arguments and result are Flower's; `timeout` additionally limits a round's deadline.
 
         `should_stop`, as in Flower 1.43 and later, is called after every round that counted, with its number (from 1)
-        and the results so far, including the model. If it returns true, the run ends as after its last round, and
-        `rounds.course.stopped` has the reason. A resumed run continues after that round, and calls it again.
+        and the results so far, including the model. If it returns true, the run ends as if this were its last round,
+        and `rounds.course.stopped` has the reason. A resumed run continues after that round, and calls it again.
 
         Raises:
-            ConfigError: there is an `evaluate_config`. Uploads contain the clients' metrics, so no message would use
-                it.
+            ConfigError: `evaluate_config` is given. Uploads contain the clients' metrics, so no message would use it.
             QuorumError: there are too few sites, or too few accepted uploads in every attempt at a round.
         """
         if evaluate_config:
@@ -127,7 +126,7 @@ class MethodStrategy(Strategy):
     ) -> None:
         """Run all rounds from the weights that `rounds` was initialized with, without Flower's copies of the model.
 
-        `done` is called with 0 and None before round 0, and with Flower's round number and its record after each round.
+        `done` is called with 0 and None before round 0, and with Flower's round number and the record after each round.
         Raises QuorumError like `start`.
         """
         self.summary()
@@ -160,7 +159,7 @@ class MethodStrategy(Strategy):
         """Return the messages of one round (Flower counts from 1). The first call takes its weights from `arrays`."""
         if self.rounds.settings.secure.enabled:
             raise ConfigError(
-                "secure.enabled: expected false where the caller runs the rounds, found true; call start() instead"
+                "secure.enabled: expected false if the caller runs the rounds, found true; call start() instead"
             )
         if not self._initialised:
             self._initialise(arrays)
@@ -172,13 +171,13 @@ class MethodStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Add up the replies. Below the quorum return (None, None), which leaves the model unchanged.
+        """Add up the replies. Below the quorum, return (None, None), which leaves the model unchanged.
 
-        The caller's loop has read them with Flower's own classes, without the checks of server_app/reception.py.
+        The caller's loop has read them with Flower's own classes, without the checks in server_app/reception.py.
         """
         if self._open is None:
             raise ConfigError(
-                "aggregate_train: expected a call of configure_train for the same round before it, found none; "
+                "aggregate_train: expected an earlier call to configure_train for the same round, found none; "
                 "call that first"
             )
         (attempt, nodes), self._open, started = self._open, None, time.monotonic()

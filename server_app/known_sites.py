@@ -1,10 +1,10 @@
-"""The server's knowledge of a secure run's sites that outlives its process: expelled sites, and the owners of keys.
+"""Facts about a secure run's sites that the server must keep across a restart: expelled sites and key owners.
 
     <run folder>/secure-sites.json    {"checksum", "expelled": {site: reason}, "signers": {signing key: site},
                                        "prekeys": {site: its last prekey}}
 
-It is written before a plan shows sites' keys to the others, and after every attempt. So after a restart no site claims
-a key that it saw in a plan, and a site whose shares do not reconstruct its secret is not asked again.
+It is written before a plan shows sites' keys to other sites, and after every attempt. So after a restart, no site can
+claim a key that it saw in a plan, and a site whose shares do not reconstruct its secret is not asked again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = "secure-sites.json"
 
 @dataclass
 class KnownSitesStore:
-    """The file of a run folder that keeps what a coordinator knows of its sites.
+    """The file in a run folder that stores a coordinator's knowledge of its sites.
 
     Attributes:
         folder: the run folder.
@@ -32,7 +32,7 @@ class KnownSitesStore:
     _saved: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def save(self, coordinator: SecAggCoordinator) -> None:
-        """Write what changed since the last call. Raises StateError, for example on a full disk."""
+        """Write the changes since the last call. Raises StateError, for example on a full disk."""
         known = coordinator.known_sites()
         if known == self._saved:
             return
@@ -43,7 +43,7 @@ class KnownSitesStore:
         self._saved = known
 
     def load(self, coordinator: SecAggCoordinator) -> None:
-        """Restore what was saved, if anything was. Raises StateError if the file is damaged."""
+        """Restore the saved state, if there is one. Raises StateError if the file is damaged."""
         file = self.folder / NAME
         if not file.exists():
             return
@@ -53,6 +53,6 @@ class KnownSitesStore:
             coordinator.restore_sites(known["expelled"], known["signers"], known["prekeys"])
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise StateError(
-                f"{file}: expected the run's expelled sites and the owners of keys, found none that can be read "
+                f"{file}: expected the run's expelled sites and key owners, found none that can be read "
                 f"({error}); restore it, or move it away so that expelled sites may take part again"
             ) from None

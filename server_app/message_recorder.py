@@ -1,6 +1,6 @@
 """Record the messages of one attempt: disclosure.jsonl, the audit log, progress.json and the capture.
 
-A round's result is recorded at its end (rounds.py). A message is recorded at once: the server may be killed in the
+A round's result is recorded at its end (rounds.py). A message is recorded immediately: the server may be killed in the
 middle of the round, and its files must list everything that has left a site by then.
 """
 
@@ -19,11 +19,11 @@ from fedveil.wire.capture import MessageCapture
 
 @dataclass(frozen=True)
 class RunMessageRecorder:
-    """The `MessageRecorder` of an attempt of a run.
+    """The `MessageRecorder` for one attempt at a round.
 
     Attributes:
-        folder: the run folder; None records nothing.
-        capture: stores whole messages; None stores none.
+        folder: the run folder, or None to record nothing.
+        capture: stores whole messages, or None to store none.
         cohort: all sites of the attempt, for progress.json.
     """
 
@@ -51,13 +51,13 @@ class RunMessageRecorder:
         site_log: str,
         signed: Mapping[str, str | int],
     ) -> None:
-        """Record an upload that is about to be added up, the anchor of the site's log and the signed data."""
+        """Record an upload that is about to be added up, the anchor of the site's log, and the signed claims."""
         evidence = {"signed": dict(signed)} if signed else {}
         self._disclose(ctx, disclosed, "up", "accepted", {"site_log": site_log, **evidence})
         self._store(ctx, data, "up", accepted=True)
 
     def record_failed(self, ctx: RoundContext, reason: str) -> None:
-        """Record that a site sent no usable upload, and why."""
+        """Record that a site sent no usable upload, and the reason."""
         self._audit(ctx, "failed", {"reason": reason})
 
     def record_refused(self, ctx: RoundContext, reason: str, data: Buffer, up_bytes: int) -> None:

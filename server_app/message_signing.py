@@ -1,22 +1,22 @@
 """Signs the instructions of one run and verifies the sites' replies (fedveil/federation/message_signatures).
 
-The process of the ServerApp reads two files, which its environment names: the instruction key, which nothing that the
-SuperLink may write or read should hold, and the list of the sites' signing keys. The list is read again when it
-changes, so a site that is revoked in the middle of a run no longer counts.
+The ServerApp process reads two files named by its environment: the instruction key, which must not be stored where the
+SuperLink can read or write, and the list of the sites' signing keys. The list is read again when it changes, so a site
+that is revoked in the middle of a run no longer counts.
 
 | the environment | result |
 |---|---|
-| names neither file | no instruction is signed, and a signature in a reply is not looked at; the run's log says so |
-| names one of them | ConfigError before a site is asked |
-| names a key that others can read, a list that others can write, or a file in a different format | the same |
+| names neither file | no instruction is signed, and signatures in replies are ignored; the run's log says so |
+| names only one of them | ConfigError before any site is asked |
+| names a key that others can read, a list that others can write, or a file in the wrong format | the same |
 | names a bundle digest that differs from the SuperLink's | the same: the server signs only for the code that it runs |
 
 | a site in the list | its instruction | its reply |
 |---|---|---|
-| is registered and signs | is signed, and names the key that the list has for it | counts with its signature alone |
-| is registered, and its kit is older | is not signed; it is not asked if signatures are required | counts without one |
-| is not in the list, is revoked, past its last day, or has another node | it is not asked | is refused |
-| any, while the list cannot be read | it is not asked | is refused |
+| is registered and signs | is signed, and names the site's key in the list | counts only with its signature |
+| is registered, with an older kit | is not signed; not sent if signatures are required | counts without a signature |
+| is not in the list, is revoked or expired, or has a different node | is not sent | is refused |
+| any site, while the list cannot be read | is not sent | is refused |
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from fedveil.federation.message_signatures.environment import (
 from fedveil.federation.message_signatures.key_files import SiteSigner, SiteSigners
 from fedveil.wire import chunking
 
-_MOST_BYTES = 4 << 20  # of the list
+_MOST_BYTES = 4 << 20  # maximum size of the list
 
 
 @final
@@ -59,7 +59,7 @@ class SignerFile:
         self._read: tuple[tuple[int, ...], SiteSigners] | None = None
 
     def get(self) -> SiteSigners:
-        """Return the list as it is now. Raises StateError."""
+        """Return the current list. Raises StateError."""
         try:
             with self._file.open("rb") as file:
                 about = os.fstat(file.fileno())
@@ -75,7 +75,7 @@ class SignerFile:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StateError(
                 f"{self._file}: expected the sites' signing keys, found none ({type(error).__name__}: {error}); "
-                "fedveil members list writes it again"
+                "run fedveil members list to write it again"
             ) from None
         self._read = (stamp, signers)
         return signers
@@ -88,9 +88,9 @@ class MessageSigner:
     Args:
         private: the instruction key, 32 bytes.
         signers: the sites' keys.
-        flower_run: Flower's number of the run.
+        flower_run: Flower's run ID.
         app: SHA-256 of the bundle.
-        run_config: flat, as Flower gives it to both ends.
+        run_config: the flat run config, as Flower passes it to both ends.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class MessageSigner:
 
     @classmethod
     def from_environment(cls, flower_run: int, app: str, run_config: Mapping[str, Any]) -> MessageSigner | None:
-        """Return the signer of a run; None if the environment names no files. Raises ConfigError, StateError.
+        """Return a run's signer; None if the environment names no files. Raises ConfigError, StateError.
 
-        `app`: the digest that the SuperLink names; it has to be that of the bundle which runs here.
+        `app`: the digest that the SuperLink names; it has to match the bundle that runs here.
         """
         key, signers = os.environ.get(KEY_VARIABLE, ""), os.environ.get(SIGNERS_VARIABLE, "")
         if not key and not signers:
@@ -113,9 +113,7 @@ class MessageSigner:
             return None
         if not key or not signers:
             missing = SIGNERS_VARIABLE if key else KEY_VARIABLE
-            raise ConfigError(
-                f"{missing}: expected a file, because the other of the two variables names one, found none; set both"
-            )
+            raise ConfigError(f"{missing}: expected a file, because the other variable names one, found none; set both")
         if (measured := os.environ.get(APP_DIGEST_VARIABLE, "")) != app:
             raise ConfigError(
                 f"app digest: expected the SuperLink to name the bundle that runs here, {measured or 'not measured'}, "
@@ -127,13 +125,13 @@ class MessageSigner:
         return cls(private, SignerFile(Path(signers)), flower_run, app, run_config)
 
     def sign(self, site: str, message: Message, contents: dict[int, str]) -> InstructionClaims | None:
-        """Add the signature record to a message. Return what is signed; None for a site with an older kit.
+        """Add the signature record to a message. Return the signed claims; None for a site with an older kit.
 
         Args:
-            contents: digests by the id of the record, of messages that all exist until the last one is signed.
+            contents: cached digests, keyed by `id(record)`; all the messages stay alive until the last one is signed.
 
         Raises:
-            WireError, StateError: the site may not be asked.
+            WireError, StateError: the site must not be asked.
         """
         about, records = message.metadata, message.content
         signers = self._signers.get()
@@ -163,15 +161,15 @@ class MessageSigner:
         self, site: str, node_id: int, asked: InstructionClaims | None, data: Buffer, site_log: str,
         record: Mapping[str, Any] | None,
     ) -> dict[str, str | int]:  # fmt: skip
-        """Return the claims of a reply with key and signature, for the audit log; {} for a site that does not sign.
+        """Return a reply's claims, key and signature for the audit log; {} for a site that does not sign.
 
         Args:
-            asked: the claims of the instruction, as `sign` returned them.
-            data, site_log: the upload and the head of the site's log, as they were read.
+            asked: the instruction's claims, as returned by `sign`.
+            data, site_log: the upload and the head of the site's log, as received.
             record: the signature record; None if the reply has none.
 
         Raises:
-            WireError: the signature does not fit, or there is none where there has to be one.
+            WireError: the signature does not match, or is missing where one is required.
         """
         try:
             signer = self._signer_of(self._signers.get(), site, node_id)
@@ -180,12 +178,12 @@ class MessageSigner:
         if asked is None:
             return {}
         if record is None:
-            raise WireError("signature: expected one by the site's signing key, found none")
+            raise WireError("signature: expected one made with the site's signing key, found none")
         signature = claims.read_signature(record, is_instruction=False)
         answer = claims.answer_claims(asked, digests.digest_content([data]), site_log)
         if not claims.is_signed(answer, signer.signing, signature):
             raise WireError(
-                "signature: expected one by the site's registered signing key over this reply, found a different one"
+                "signature: expected one over this reply made with the site's signing key, found a different one"
             )
         return {**answer.as_evidence(), "key": signature["key"], "signature": signature["signature"]}
 
@@ -193,12 +191,12 @@ class MessageSigner:
         """Return a site's entry. Raises WireError unless it is registered with this node."""
         signer = signers.sites.get(site)
         if signers.federation != self._federation:
-            raise WireError("signature: expected the federation that the run began with, found a different one")
+            raise WireError("signature: expected the federation that the run started with, found a different one")
         if signer is None or signer.state != "registered":
             state = "not registered" if signer is None else signer.state
             raise WireError(f"signature: expected a registered site, found one that is {state}")
         if signer.until and datetime.fromisoformat(signer.until) <= datetime.now(UTC):
-            raise WireError(f"signature: expected a registered site, found one whose last day was {signer.until[:10]}")
+            raise WireError(f"signature: expected a valid key, found one whose last day was {signer.until[:10]}")
         if signer.node != str(node_id):
             raise WireError(f"signature: expected the node of the registered key, found node {node_id}")
         if signer.signs and not signer.signing:

@@ -1,25 +1,25 @@
 """Read one reply's objects strictly, from its root down, using only the objects' own headers.
 
-Flower's own reader trusts the objects, not the announcement that the SuperLink checked: an object of an unexpected type
-ends a run, and an Array that names one slice 2,400 times becomes 3.1 GB. Here each object is hashed before it is
-parsed, and must have the form that FedVeil's sites create (fedveil/wire/flower_objects.py). The tree that the SuperLink
-sends is not used.
+Flower's own reader trusts the objects instead of the announcement that the SuperLink checked: an object of an
+unexpected type ends a run, and an Array that names one slice 2,400 times grows to 3.1 GB. Here each object is hashed
+before it is parsed, and must have the form that FedVeil's sites create (fedveil/wire/flower_objects.py). The object
+tree sent by the SuperLink is not used.
 
 Formal guarantees, for a reply of at most `max_bytes`:
 - memory: the upload itself, and one slice for each of two threads;
-- the bytes of an upload are those whose SHA-256 hashes name its slices, in order, repeated slices included;
+- the upload consists of the bytes whose SHA-256 hashes name its slices, in order, including repeated slices;
 - an object that is not part of the upload is not pulled.
 
 | reply | result |
 |---|---|
-| metadata other than announced | WireError that names the field |
+| metadata that differs from the announcement | WireError naming the field |
 | a root that is not a Message or cannot be parsed | WireError |
-| a record other than "fedveil", "log" and "signature" | WireError with their names |
-| more bytes than `max_bytes`, repeats included | WireError, before a slice is pulled |
+| a record other than "fedveil", "log" and "signature" | WireError naming the records |
+| more bytes than `max_bytes`, including repeats | WireError, before a slice is pulled |
 | a short slice that is not the last | WireError |
 | an object that has not been pushed yet | IncompleteReplyError |
 | an object that the SuperLink no longer has | LostObjectError |
-| a log record without a head of an audit log | the upload, with "" in its place |
+| a log record without an audit-log head | the upload, with "" as the head |
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _ANNOUNCED = ("run_id", "src_node_id", "dst_node_id", "reply_to_message_id", "gr
 
 
 class IncompleteReplyError(WireError):
-    """Raised for an object of a reply that was announced but not yet pushed."""
+    """Raised for a reply object that was announced but has not been pushed yet."""
 
 
 class LostObjectError(WireError):
-    """Raised for an object of a reply that the SuperLink does not have."""
+    """Raised for a reply object that the SuperLink no longer has."""
 
 
 @final
@@ -60,7 +60,7 @@ class ObjectReader:
     Args:
         pull: returns the bytes of an object. Raises IncompleteReplyError, LostObjectError.
         max_bytes: maximum size of the upload.
-        folder: folder that stores a long upload until it is processed; None: in memory.
+        folder: folder that stores a long upload until it is processed, or None to keep it in memory.
 
     Attributes:
         received_bytes: size of the slices read so far, for a reply that is refused.
@@ -75,7 +75,7 @@ class ObjectReader:
         """Return the content of a reply. Raises WireError, StateError.
 
         Args:
-            announced: the SuperLink's entry: its message id is the root's, its other metadata are checked.
+            announced: the SuperLink's entry; its message id is the root's id, and its other metadata is checked.
         """
         root, _ = self._object(announced.metadata.message_id, ObjectType.MESSAGE)
         message = _parse_root(root)
@@ -99,7 +99,7 @@ class ObjectReader:
         return ReplyContent(self._read_slices(arrays), site_log, signature)
 
     def _read_config(self, object_id: str) -> dict[str, Any]:
-        """Return a record of settings. Raises ObjectFormError unless it has each key once and nothing unknown."""
+        """Return a config record. Raises ObjectFormError unless it has each key once and nothing unknown."""
         record, content = self._object(object_id, ObjectType.CONFIG_RECORD)
         try:
             parsed = ProtoConfigRecord.FromString(bytes(record.body))
@@ -114,7 +114,7 @@ class ObjectReader:
             raise record.fault(ObjectFault.BODY) from None
 
     def _object(self, object_id: str, expected: ObjectType) -> tuple[FlowerObject, bytes]:
-        """Return an object and its bytes. Raises WireError unless they have the hash, the type and the form."""
+        """Return an object and its bytes. Raises WireError unless hash, type and form are as expected."""
         if not flower_objects.is_object_id(object_id):
             raise WireError("reply: expected the id of an object, found other text")
         content = self._pull(object_id)
@@ -123,7 +123,7 @@ class ObjectReader:
         return flower_objects.parse_object(content, expected, self._slices), content
 
     def _read_slices(self, arrays: list[str]) -> bytearray | mmap:
-        """Return the upload. The last slice determines its length, so no memory is needed for one that is too long."""
+        """Return the upload. The last slice determines its length, so an upload that is too long needs no memory."""
         size, chunk = self._read_array(arrays[-1])
         total = (len(arrays) - 1) * chunking.SLICE_BYTES + size
         if total > self._max_bytes:
@@ -151,17 +151,17 @@ class ObjectReader:
         return whole
 
     def _read_array(self, array_id: str) -> tuple[int, str]:
-        """Return the bytes of a slice, and the id of its chunk."""
+        """Return the number of bytes in a slice, and the id of its chunk."""
         array, _ = self._object(array_id, ObjectType.ARRAY)
         if len(array.children) != 1:
             raise array.fault(ObjectFault.CHILDREN)
         return flower_objects.read_array(array), array.children[0]
 
     def _read_slice(self, whole: bytearray | mmap, array: tuple[int, str], positions: list[int]) -> int:
-        """Write a slice to its places in the upload. Return the bytes written."""
+        """Write a slice to its positions in the upload. Return the number of bytes written."""
         (size, chunk_id), last = array, -(-len(whole) // chunking.SLICE_BYTES) - 1
         if size != chunking.SLICE_BYTES and positions != [last]:
-            raise WireError(f"reply: expected slices of {chunking.SLICE_BYTES} bytes but the last, found {size}")
+            raise WireError(f"reply: expected slices of {chunking.SLICE_BYTES} bytes before the last, found {size}")
         chunk, _ = self._object(chunk_id, ObjectType.ARRAY_CHUNK)
         if chunk.children:
             raise chunk.fault(ObjectFault.CHILDREN)
@@ -185,7 +185,7 @@ def _parse_root(root: FlowerObject) -> ProtoMessage:
 
 
 def _require_announced(message: ProtoMessage, announced: ProtoMessage) -> None:
-    """Raise WireError unless a message's site, run and instruction are those that the SuperLink has checked."""
+    """Raise WireError unless a message's site, run and instruction match those that the SuperLink has checked."""
     for name in _ANNOUNCED:
         if getattr(message.metadata, name) != getattr(announced.metadata, name):
             raise WireError(f"reply: expected the {name} that its site announced, found a different one in its object")

@@ -1,15 +1,15 @@
 """A closed list of uploads with their masked total, on disk before any of its sites is asked to agree to it.
 
     <run folder>/pending-sum.bin    the masked total's integers
-    <run folder>/pending-sum.json   plan, table, attachments of the uploads, and what the round's record needs
+    <run folder>/pending-sum.json   plan, table, upload attachments, and the data for the round's record
 
-The sites of the list agree to one sum of a round, so a restarted server repeats the same request, which they answer
-from their stored state. The files hold only what the server has received.
+The sites in the list agree to only one sum per round, so a restarted server repeats the same request, which they
+answer from their stored state. The files contain only data that the server has received.
 
 | case | result |
 |---|---|
-| the server ends before the list is on disk | the attempt is repeated, or lost if only some sites send an entry |
-| it ends later | after a resume, the same sum is opened |
+| the server ends before the list is on disk | the attempt is retried, or lost if not all sites send every entry |
+| the server ends later | after a resume, the same sum is revealed |
 | the checkpoint already has the round, or the server returned to an earlier one | the files are removed |
 | a file is damaged, or one is missing | the round is lost: the sites would refuse another attempt |
 """
@@ -38,11 +38,11 @@ _TOTAL, _LIST = "pending-sum.bin", "pending-sum.json"
 
 @dataclass(frozen=True)
 class PendingSum:
-    """A closed list of uploads, and what the round's record needs of them.
+    """A closed list of uploads, and the data about them that the round's record needs.
 
     Attributes:
         turns: for each site, the client round of its upload.
-        scalars: values that each site sent in the clear, by site.
+        scalars: values that each site sent unmasked, by site.
     """
 
     unmasking: UnmaskingAttempt
@@ -80,7 +80,7 @@ class PendingSumStore:
             ) from error
 
     def load(self, round_: int) -> PendingSum | None:
-        """Return the sum that is pending in a round; None if there is none, or it cannot be read."""
+        """Return the round's pending sum; None if there is none, or if it cannot be read."""
         if not (self.folder / _LIST).exists():
             return None
         try:
@@ -90,7 +90,7 @@ class PendingSumStore:
                 return None
             data = (self.folder / _TOTAL).read_bytes()
             if hashlib.sha256(data).hexdigest() != content["total"]:
-                raise WireError(f"{_TOTAL}: expected the total with the list's digest, found a different one")
+                raise WireError(f"{_TOTAL}: expected the total to match the list's digest, found another")
             uploads = {site: UploadAttachment.from_bytes(text.encode()) for site, text in content["uploads"].items()}
             turns = {str(site): str(turn) for site, turn in content["turns"].items()}
             scalars = {str(site): {str(k): str(v) for k, v in of.items()} for site, of in content["scalars"].items()}

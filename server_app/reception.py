@@ -1,24 +1,24 @@
-"""Asks sites and receives their replies: the only place that pushes instructions or reads replies.
+"""Ask sites and receive their replies: the only place that pushes instructions or reads replies.
 
 Only the table of open requests decides which site a reply belongs to: a message counts for a site if it answers a
-message that was sent to this site's node, and comes from that node. Nothing that a sender wrote inside a reply decides
-anything.
+message that was sent to this site's node, and comes from that node. The contents of a reply never influence this
+decision.
 
 | message | outcome |
 |---|---|
 | the reply to an open request, from the node that was asked | `ArrivedReply`, or `LostReply` for an error |
-| the same, and reading it fails in any way | `RefusedReply`; the text of an unexpected error is in the server's log |
-| an error of the SuperLink's own for an open request | `LostReply` |
-| an instruction that the SuperLink did not take, or a site that may not be asked (message_signing.py) | `LostReply` |
-| the reply to a signed instruction, with another signature than its site's, or none | `RefusedReply` |
-| a reply whose objects have not all come | none yet; it is read again after 0.5, 1, 2 .. 60 s |
-| no reply, another node's, the second one to a request | dropped: a line in the audit log, at most 20 a reception |
-| a reply after `close_requests` | dropped by `close` without a line: its site was late |
+| the same, but reading it fails in any way | `RefusedReply`; the text of an unexpected error is in the server's log |
+| an error that the SuperLink itself created for an open request | `LostReply` |
+| an instruction that the SuperLink rejected, or a site that must not be asked (message_signing.py) | `LostReply` |
+| the reply to a signed instruction, without its site's signature | `RefusedReply` |
+| a reply whose objects have not all arrived | none yet; it is read again after 0.5, 1, 2 .. 60 s |
+| not a reply, from another node, or a second reply | dropped; an audit-log line, at most 20 per reception |
+| a reply after `close_requests` | dropped by `close` without a log line: its site was late |
 
-Only a SuperLink that gives no answers (`UnreachableError`) and a run that was stopped leave this module as exceptions.
+Only an unresponsive SuperLink (`UnreachableError`) and a stopped run leave this module as exceptions.
 
-Without a `MessageSigner` neither instructions nor replies are signed. Then only the SuperLink says which site a reply
-belongs to.
+Without a `MessageSigner`, neither instructions nor replies are signed. Then only the SuperLink vouches for the site
+that a reply belongs to.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from fedveil.server_app.reply_sources import MessageReader, ReplyHead, ReplySour
 
 MAX_DROPPED_LINES = 20
 _NOT_TAKEN = "the SuperLink did not accept the message to it"
-_OBJECT_LOST = 3  # Flower's ErrorCode.MESSAGE_UNAVAILABLE, which its own grid gives for such a reply
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0  # seconds between two tries to read a reply that is not whole
-_MAX_TEXT = 80  # characters of what a stranger wrote, in a line of the audit log
+_OBJECT_LOST = 3  # Flower's ErrorCode.MESSAGE_UNAVAILABLE, which its own grid returns for a lost reply
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0  # seconds between two attempts to read an incomplete reply
+_MAX_TEXT = 80  # characters of untrusted text in an audit-log line
 
 
 @dataclass(frozen=True)
 class ArrivedReply:
-    """A reply with an upload. Only its form has been checked.
+    """A reply with an upload. Only its format has been checked.
 
     Attributes:
         site_log: the head of the site's audit log; "" if the reply has none.
-        signed: the claims of the reply with key and signature, verified; {} if the site does not sign.
+        signed: the reply's verified claims, with key and signature; {} if the site does not sign.
     """
 
     site: str
@@ -72,7 +72,7 @@ class LostReply:
 
     Attributes:
         code: Flower's ErrorCode; 0 if the message was never sent.
-        reason: the reason as the sender states it.
+        reason: the reason given by the sender.
     """
 
     site: str
@@ -82,11 +82,11 @@ class LostReply:
 
 @dataclass(frozen=True)
 class RefusedReply:
-    """A reply that the server refuses, because its content is not that of a reply.
+    """A reply that the server refuses, because its content is not a valid reply.
 
     Attributes:
-        reason: field, expected and found, or the kind of an unexpected error.
-        received_bytes: bytes of its slices that were read.
+        reason: the field, the expected and the actual value, or the type of an unexpected error.
+        received_bytes: number of slice bytes read so far.
     """
 
     site: str
@@ -107,7 +107,7 @@ class _OpenRequest:
 
 @dataclass
 class _IncompleteReply:
-    """A reply whose objects have not all come, and when it is read again."""
+    """A reply whose objects have not all arrived, and the time to read it again."""
 
     head: ReplyHead
     due: float
@@ -119,10 +119,10 @@ class Reception:
     """The requests of one attempt at a round, and their replies.
 
     Args:
-        source: the way to the sites.
-        folder: folder in which a long upload waits for its turn; None: in memory.
-        note_dropped: records a message that was dropped.
-        signer: signs the instructions and verifies the replies; None: nothing is signed.
+        source: the route to the sites.
+        folder: folder that stores a long upload until it is processed, or None to keep it in memory.
+        note_dropped: records a dropped message.
+        signer: signs the instructions and verifies the replies, or None to sign nothing.
     """
 
     def __init__(
@@ -147,11 +147,11 @@ class Reception:
         note_dropped: Callable[[Mapping[str, Any]], object],
         signer: MessageSigner | None = None,
     ) -> Self:
-        """Return the reception at the sites of a grid."""
+        """Return the reception for a grid's sites."""
         return cls(open_reply_source(grid), folder, note_dropped, signer)
 
     def ask(self, messages: Mapping[str, Message], max_bytes: int) -> None:
-        """Send each site its message. A reply's upload may have `max_bytes`."""
+        """Send each site its message. A reply's upload may have at most `max_bytes`."""
         signed = self._sign(messages)
         nodes = {site: messages[site].metadata.dst_node_id for site in signed}
         ids = self._source.push_requests([messages[site] for site in signed])
@@ -162,7 +162,7 @@ class Reception:
                 self._not_taken.append(LostReply(site, 0, _NOT_TAKEN))
 
     def _sign(self, messages: Mapping[str, Message]) -> dict[str, InstructionClaims | None]:
-        """Sign the messages. Return the claims of each site that is asked, None for one whose message is unsigned."""
+        """Sign the messages. Return the claims for each site that is asked; None if its message is unsigned."""
         if self._signer is None:
             return dict.fromkeys(messages)
         signed: dict[str, InstructionClaims | None] = {}
@@ -175,11 +175,11 @@ class Reception:
         return signed
 
     def poll_replies(self, only: str = "") -> Iterator[ReplyOutcome]:
-        """Ask once for the reply to each open request, or to that of one site. Yield the outcomes as they are read, one
-        reply in memory at a time. A site has one outcome for each `ask`.
+        """Poll once for the reply to each open request, or only to the site `only`'s request. Yield the outcomes as
+        they are read, with one reply in memory at a time. Each `ask` gives one outcome per site.
 
         Raises:
-            UnreachableError: the SuperLink has given no answers for two minutes.
+            UnreachableError: the SuperLink has not answered for two minutes.
         """
         for lost in [lost for lost in self._not_taken if only in ("", lost.site)]:
             self._not_taken.remove(lost)
@@ -194,7 +194,7 @@ class Reception:
             yield from self._poll_batch(wanted[start : start + self._source.batch_size])
 
     def close_requests(self) -> list[str]:
-        """Stop waiting. Return the sites that have given no reply; what they still send is dropped."""
+        """Stop waiting. Return the sites that have not replied; anything they still send is dropped."""
         sites = [lost.site for lost in self._not_taken] + [request.site for request in self._open.values()]
         self._closed += self._open
         self._open.clear()
@@ -205,13 +205,13 @@ class Reception:
         return sites
 
     def close(self) -> None:
-        """Take late replies from the SuperLink's disk. One that is later still goes with the run."""
+        """Remove late replies from the SuperLink's disk. Replies that arrive even later are removed with the run."""
         self.close_requests()
         for start in range(0, len(self._closed), self._source.batch_size):
             try:
                 for head in self._source.pull_heads(self._closed[start : start + self._source.batch_size]):
                     self._source.discard_message(head)
-            except Exception as error:  # nothing of the round depends on it
+            except Exception as error:  # the round does not depend on this
                 log(WARNING, "late replies stay on the SuperLink: %s", error)
                 break
         self._closed.clear()
@@ -220,16 +220,16 @@ class Reception:
         self._dropped = 0
 
     def _poll_batch(self, message_ids: Sequence[str]) -> Iterator[ReplyOutcome]:
-        """Yield the outcomes that have come, in the order of their requests."""
+        """Yield the outcomes that have arrived, in the order of their requests."""
         try:
             heads = self._source.pull_heads(message_ids)
         except UnreachableError:
             raise
-        except Exception as error:  # of a grid of messages, which is asked for one reply at a time
+        except Exception as error:  # from a message grid, which is asked for one reply at a time
             if len(message_ids) != 1:
                 raise
             site = self._open.pop(message_ids[0]).site
-            log(ERROR, "fetching the reply of %s failed", site, exc_info=error)
+            log(ERROR, "fetching the reply from %s failed", site, exc_info=error)
             yield RefusedReply(site, type(error).__name__, 0)
             return
         order = {message_id: place for place, message_id in enumerate(message_ids)}
@@ -252,7 +252,7 @@ class Reception:
         yield outcome
 
     def _read_reply(self, head: ReplyHead, request: _OpenRequest) -> ReplyOutcome | None:
-        """Return what a reply comes to; None if its objects have not all come."""
+        """Return a reply's outcome; None if its objects have not all arrived."""
         reader = self._source.open_reader(head, request.max_bytes, self._folder)
         try:
             content = reader.read_content()
@@ -268,12 +268,12 @@ class Reception:
             return LostReply(request.site, _OBJECT_LOST, str(error))
         except WireError as error:
             return RefusedReply(request.site, str(error), reader.received_bytes)
-        except Exception as error:  # whatever one reply does to this code, the round belongs to the other sites too
-            log(ERROR, "reading the reply of %s failed", request.site, exc_info=error)
+        except Exception as error:  # one bad reply must not end the round for the other sites
+            log(ERROR, "reading the reply from %s failed", request.site, exc_info=error)
             return RefusedReply(request.site, type(error).__name__, reader.received_bytes)
 
     def _verified(self, content: ReplyContent, request: _OpenRequest) -> ArrivedReply:
-        """Return an upload that counts for its site. Raises WireError for a wrong signature."""
+        """Return the upload with its verified signature. Raises WireError for an invalid signature."""
         if self._signer is None:
             return ArrivedReply(request.site, content.data, content.site_log)
         signed = self._signer.verify(
@@ -282,31 +282,31 @@ class Reception:
         return ArrivedReply(request.site, content.data, content.site_log, signed)
 
     def _wait_for_objects(self, head: ReplyHead) -> None:
-        """Read a reply again later. The SuperLink has delivered it and does not name it a second time."""
+        """Read a reply again later. The SuperLink has delivered it and will not announce it a second time."""
         before = self._incomplete.get(head.reply_to)
         pause = min(2 * before.pause, _LONGEST_PAUSE) if before else _FIRST_PAUSE
         self._incomplete[head.reply_to] = _IncompleteReply(head, time.monotonic() + pause, pause)
 
     def _drop(self, head: ReplyHead) -> None:
-        """Record a message that answers no request, and take it from the SuperLink's disk."""
+        """Record a message that does not answer any request, and remove it from the SuperLink's disk."""
         if head.message_id not in self._open:
             self._source.discard_message(head)
         self._dropped += 1
         if self._dropped <= MAX_DROPPED_LINES:
             answers = sanitize(head.reply_to, _MAX_TEXT)
             self._note_dropped({"messages": 1, "node": str(head.node_id), "answers": answers})
-            log(WARNING, "dropped a message from node %s, which answers no open request", head.node_id)
+            log(WARNING, "dropped a message from node %s that does not answer an open request", head.node_id)
 
 
 def read_given_reply(reply: Message, site: str, max_bytes: int, folder: Path | None) -> ReplyOutcome:
-    """Return the outcome of a reply that the caller's own loop received, read as a reply of `site`."""
+    """Return the outcome of a reply that the caller's own loop received, treated as a reply from `site`."""
     reader = MessageReader(reply, max_bytes, folder)
     try:
         content = reader.read_content()
     except WireError as error:
         return RefusedReply(site, str(error), reader.received_bytes)
     except Exception as error:
-        log(ERROR, "reading the reply of %s failed", site, exc_info=error)
+        log(ERROR, "reading the reply from %s failed", site, exc_info=error)
         return RefusedReply(site, type(error).__name__, reader.received_bytes)
     if isinstance(content, ReplyError):
         return LostReply(site, content.code, content.reason)

@@ -16,7 +16,7 @@ class ReplyContent:
     """An upload.
 
     Attributes:
-        data: its bytes; in a file of the run folder if the upload is long.
+        data: its bytes; in a file in the run folder if the upload is long.
         site_log: the head of the site's audit log; "" if the reply has none.
         signature: the signature record as received; None if the reply has none.
     """
@@ -28,20 +28,20 @@ class ReplyContent:
 
 @dataclass(frozen=True)
 class ReplyError:
-    """The reason why there is no upload, as written by the sender: the site or the SuperLink."""
+    """The reason for a missing upload, as given by the sender: the site or the SuperLink."""
 
     code: int
     reason: str
 
 
 def require_records(names: Iterable[str]) -> None:
-    """Raise WireError unless a reply has exactly the records of an upload."""
+    """Raise WireError unless a reply has exactly an upload's records."""
     if not {"fedveil"} <= set(names) <= {"fedveil", "log", "signature"}:
-        raise WireError(f"reply: expected the record fedveil, and perhaps log and signature, found {sorted(names)[:8]}")
+        raise WireError(f"reply: expected the record fedveil, optionally log and signature, found {sorted(names)[:8]}")
 
 
 def parse_log_head(head: object) -> str:
-    """Return a head of an audit log; "" for anything else."""
+    """Return an audit-log head; "" for anything else."""
     try:
         return str(LogHead.parse(str(head)))
     except StateError:

@@ -1,23 +1,23 @@
 """The two routes to a site: Flower's runtime port, and a grid that delivers whole messages (a simulation).
 
-Only this module calls `push_messages` and `pull_messages` of a grid or its runtime client, and only reception.py
+Only this module calls `push_messages` and `pull_messages` on a grid or its runtime client, and only reception.py
 imports it.
 
-| | runtime port | grid of messages |
+| | runtime port | message grid |
 |---|---|---|
-| used for | `HttpGrid`, in a deployment | any other `Grid`: a simulation, or a program in place of the sites |
+| used for | `HttpGrid`, in a deployment | any other `Grid`: a simulation, or a program that replaces the sites |
 | a reply is read | object by object (object_reader.py) | from Flower's `Message`: one trust domain |
-| ids in one request | 32: with one, a thousand sites are 4,000 requests a second | 1: the reply comes with it |
-| after reading or dropping | the SuperLink gets a request to remove the objects | the grid has none |
+| ids per request | 32: with 1, a thousand sites would cause 4,000 requests per second | 1: it returns the reply |
+| after reading or dropping | the SuperLink is asked to remove the objects | nothing: the grid stores no objects |
 
 | the runtime port | result |
 |---|---|
 | refuses connections, is slow, or answers 503 or 504 | Flower's client retries without limit |
-| answers a pull of messages with another status | retried, with each id separately |
-| the same for every other request too | `UnreachableError` after 120 s |
-| the same for one object | retried twice, then it is a fault of the reply |
+| answers a message pull with a different error status | retried, with each id separately |
+| answers every other request with an error status, too | `UnreachableError` after 120 s |
+| answers the request for one object with an error status | retried twice, then it counts as a fault of the reply |
 | reports that the run was stopped | Flower's own exception, which ends the run |
-| answers with more bytes than an object can have | refused before they are read |
+| answers with more bytes than an object can have | refused before the bytes are read |
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from fedveil.server_app.object_reader import IncompleteReplyError, LostObjectErr
 from fedveil.server_app.reply_content import ReplyContent, ReplyError, parse_log_head
 
 UNREACHABLE_SECONDS = 120.0
-MAX_OBJECT_RESPONSE_BYTES = 8 << 20  # a slice has 1.3 MB, and the names of 2,040 slices 0.5 MB
-_STATUS_PAUSES = (0.5, 1.0)  # seconds before an object is asked for again
+MAX_OBJECT_RESPONSE_BYTES = 8 << 20  # a slice has 1.3 MB, and the names of 2,040 slices take 0.5 MB
+_STATUS_PAUSES = (0.5, 1.0)  # seconds before an object is requested again
 _UNREACHABLE_PAUSE = 5.0  # maximum seconds between two attempts
 _PULL_OBJECT_PATH = "/v1/runtime/pull-object"
 
@@ -55,10 +55,10 @@ class ReplyHead:
     """The announcement of a received message, before any of its content is read.
 
     Attributes:
-        reply_to: id of the instruction that it claims to answer; "" if it is no reply.
+        reply_to: id of the instruction that it claims to answer; "" if it is not a reply.
         node_id: node of the sender, checked by Flower.
-        is_error: true if it explains why the site has no reply, or why the SuperLink has none.
-        handle: used by the source that delivered it.
+        is_error: true if it explains why the site or the SuperLink has no reply.
+        handle: for use by the source that delivered the message.
     """
 
     message_id: str
@@ -73,7 +73,7 @@ class ReplyReader(Protocol):
 
     @property
     def received_bytes(self) -> int:
-        """Return the bytes of the slices read so far."""
+        """Return the number of slice bytes read so far."""
         ...
 
     def read_content(self) -> ReplyContent | ReplyError:
@@ -86,7 +86,7 @@ class ReplySource(Protocol):
 
     @property
     def batch_size(self) -> int:
-        """Return the number of ids for one `pull_heads`."""
+        """Return the number of ids to pass to one `pull_heads` call."""
         ...
 
     def push_requests(self, messages: list[Message]) -> list[str]:
@@ -107,7 +107,7 @@ class ReplySource(Protocol):
 
 
 def open_reply_source(grid: Grid) -> ReplySource:
-    """Return the route to the sites of a grid."""
+    """Return the route to a grid's sites."""
     return RuntimePortSource(grid) if hasattr(type(grid), "_runtime_client") else MessageGridSource(grid)
 
 
@@ -133,12 +133,12 @@ class MessageGridSource:
         return MessageReader(head.handle, max_bytes, folder)
 
     def discard_message(self, head: ReplyHead) -> None:
-        """Do nothing: the grid stores no message that it has delivered."""
+        """Do nothing: the grid does not store delivered messages."""
 
 
 @final
 class MessageReader:
-    """Reads a reply that is Flower's `Message`. Removes its slices as it reads them."""
+    """Reads a reply from Flower's `Message`. Removes its slices while reading."""
 
     def __init__(self, message: Message, max_bytes: int, folder: Path | None) -> None:
         self._message, self._max_bytes, self._folder = message, max_bytes, folder
@@ -189,13 +189,13 @@ class RuntimePortSource:
         return _RuntimeReader(ObjectReader(self._pull_object, max_bytes, folder), head)
 
     def discard_message(self, head: ReplyHead) -> None:
-        """Tell the SuperLink that a message was received: it then removes the objects."""
+        """Tell the SuperLink that a message was received, so that it removes the objects."""
         request = ConfirmMessageReceivedRequest(
             node=self._node, run_id=self._grid.run.run_id, message_object_id=head.message_id
         )
         try:
             self._client.ConfirmMessageReceived(request)
-        except Exception as error:  # the objects stay until the run ends, which harms no round
+        except Exception as error:  # the objects stay until the run ends, which does not affect any round
             log(WARNING, "cannot remove a reply's objects from the SuperLink; they stay until the run ends: %s", error)
 
     @property
@@ -206,9 +206,9 @@ class RuntimePortSource:
 
     def _note_failure(self, error: Exception) -> None:
         """Wait before the next attempt. Raises UnreachableError after 120 s without an answer."""
-        if self._answers_otherwise():  # then only this reply fails, whose site could otherwise end the run
+        if self._answers_otherwise():  # then only this reply fails; otherwise its site could end the run
             self._unanswered_since = None
-            log(WARNING, "the SuperLink cannot say whether a reply has arrived: %s", error)
+            log(WARNING, "the SuperLink cannot tell whether a reply has arrived: %s", error)
             return
         now = time.monotonic()
         self._unanswered_since = now if self._unanswered_since is None else self._unanswered_since
@@ -219,7 +219,7 @@ class RuntimePortSource:
         time.sleep(min(0.1 + failing / 4, _UNREACHABLE_PAUSE))
 
     def _answers_otherwise(self) -> bool:
-        """Return whether the port answers a request that involves no site."""
+        """Return whether the port answers a request that does not involve a site."""
         try:
             self._client.GetNodes(GetNodesRequest())
         except Exception:
@@ -230,7 +230,7 @@ class RuntimePortSource:
     def _unreachable(error: Exception) -> UnreachableError:
         return UnreachableError(
             f"SuperLink: its runtime port has not answered for {UNREACHABLE_SECONDS:g} s ({error}); "
-            "start it again, then resume the run"
+            "restart it, then resume the run"
         )
 
     def _pull_object(self, object_id: str) -> bytes:
@@ -244,7 +244,7 @@ class RuntimePortSource:
         return bytes(answer.object_content)
 
     def _ask_for_object(self, request: PullObjectRequest) -> Any:
-        """Return the answer. An error status may be due to this object, and is raised at the third attempt."""
+        """Return the response. An error status may be due to this object, and is raised on the third attempt."""
         pauses, end = iter(_STATUS_PAUSES), time.monotonic() + UNREACHABLE_SECONDS
         while True:
             try:
@@ -262,7 +262,7 @@ class RuntimePortSource:
 
 @final
 class _RuntimeReader:
-    """Reads a reply from the runtime port. An error made by the SuperLink has no object to read."""
+    """Reads a reply from the runtime port. An error created by the SuperLink has no objects to read."""
 
     def __init__(self, reader: ObjectReader, head: ReplyHead) -> None:
         self._reader, self._head = reader, head
@@ -280,7 +280,7 @@ class _RuntimeReader:
 
 def _pushed_ids(grid: Grid, messages: list[Message]) -> list[str]:
     ids = list(grid.push_messages(messages))
-    # Flower's grids return fewer ids if the SuperLink accepted no message, or not all messages of a simulation.
+    # Flower's grids return fewer ids if the SuperLink accepted no messages, or not all messages of a simulation.
     return [id_ or "" for id_ in ids] if len(ids) == len(messages) else [""] * len(messages)
 
 
@@ -296,19 +296,19 @@ def _head_of_announced(message: ProtoMessage) -> ReplyHead:
 
 
 def _has_status(error: Exception) -> bool:
-    """Return whether an error of Flower's client is an answer with an error status."""
+    """Return whether an error from Flower's client is a response with an error status."""
     return hasattr(getattr(error, "response", None), "status_code")
 
 
 def _bound_responses(http_client: Any) -> None:
-    """Make Flower's HTTP client refuse an object that is too long, before it reads it."""
+    """Make Flower's HTTP client refuse an object that is too long before reading it."""
     hooks = getattr(http_client, "event_hooks", None)
     if hooks is not None and _refuse_long_object not in hooks["response"]:
         http_client.event_hooks = {**hooks, "response": [*hooks["response"], _refuse_long_object]}
 
 
 def _refuse_long_object(response: Any) -> None:
-    """Raise WireError for an object above the size limit. httpx calls this before it reads the answer."""
+    """Raise WireError for an object above the size limit. httpx calls this before it reads the response."""
     if not response.request.url.path.endswith(_PULL_OBJECT_PATH) or response.status_code != 200:
         return
     length = response.headers.get("content-length", "")

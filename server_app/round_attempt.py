@@ -1,7 +1,7 @@
 """One attempt at a round: build messages, validate replies, add up uploads and return the result.
 
-The result of an attempt is its `AttemptResult`, which the loop records (rounds.py). A killed attempt returns
-none, so the attempt also passes each message to a `MessageRecorder` as it leaves or arrives.
+An attempt returns an `AttemptResult`, which the loop records (rounds.py). An attempt that is killed returns nothing,
+so it also passes each message to a `MessageRecorder` as it leaves or arrives.
 
 | a site ... | its entry in the record's `failed` |
 |---|---|
@@ -9,8 +9,8 @@ none, so the attempt also passes each message to a `MessageRecorder` as it leave
 | loses its client process, its SuperNode or its reply | an explanation instead of Flower's text |
 | loses its worker twice in a client round | "WorkerError: the site's worker ended: out of memory", or another cause |
 | raises | the type of its error; the message stays in the site's log |
-| sends content that the reception, the envelope or the validation refuses | "refused: " field, expected, found |
-| sends content that makes the server's code fail | "refused: " the type of the error; its text is in the server's log |
+| sends content that the reception, the envelope or the validation refuses | "refused: " + field, expected, found |
+| sends content that makes the server's code fail | "refused: " + the error type; its text is in the server's log |
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ from fedveil.server_app.run_settings import RunSettings
 from fedveil.wire import chunking, envelope
 
 _POLL_SECONDS = 0.25
-_GRACE_SECONDS = 60.0  # a message outlives its round, so that the round reports late sites, not Flower
+_GRACE_SECONDS = 60.0  # a message outlives its round, so that the round, not Flower, reports late sites
 REASON_CHARACTERS = 300
 _FEWEST_FOR_A_MEDIAN = 3
 _LOST = {  # by Flower's ErrorCode
-    3: "its message was lost before all of it had arrived: the site ended while sending, or the site or the "
+    3: "its message was lost before it had fully arrived: the site ended while sending, or the site or the "
     "SuperLink's state was removed",
     4: "its reply was lost, or arrived too late",
     5: "its SuperNode has shown no sign of life for a minute: its machine, its network or the process has failed, "
-    "or its key was revoked, replaced or is past its last day: fedveil members list says so",
+    "or its key was revoked or replaced or has expired, which fedveil members list shows",
     8: "its client process (flwr-clientapp) ended without a message: killed, perhaps for lack of memory; see its log",
 }
 
 
 class MessageRecorder(Protocol):
-    """Records the messages of an attempt before the attempt continues: a killed attempt returns no result."""
+    """Records an attempt's messages before the attempt continues: a killed attempt does not return a result."""
 
     @property
     def with_data(self) -> bool:
-        """Return whether whole messages are stored; otherwise the attempt retains none for the recorder."""
+        """Return whether whole messages are stored; otherwise the attempt keeps none for the recorder."""
         ...
 
     def record_sent(self, ctx: RoundContext, disclosed: Mapping[str, Any], parts: Sequence[Buffer]) -> str:
@@ -83,7 +83,7 @@ class MessageRecorder(Protocol):
         site_log: str,
         signed: Mapping[str, str | int],
     ) -> None:
-        """Record an upload that is about to be added up, the anchor of the site's log and the signed data."""
+        """Record an upload that is about to be added up, the anchor of the site's log, and the signed claims."""
 
     def record_failed(self, ctx: RoundContext, reason: str) -> None:
         """Record that a site has no upload."""
@@ -118,7 +118,7 @@ class AttemptResult:
     """The result of an attempt.
 
     Attributes:
-        record: the record without the scores and the digest of the weights, which only a round that counts has.
+        record: the record without the scores and the weight digest, which exist only if the round counts.
         state: the server's next state if the attempt has a quorum; None without a sum or with too few uploads.
         turns: for each accepted site, the client round of its upload.
         is_lost: the round has no sum and cannot be repeated (secure_round.py).
@@ -132,7 +132,7 @@ class AttemptResult:
 
 @dataclass(frozen=True)
 class _JudgedUpload:
-    """The values that the records need of a validated upload. `data` is retained only for a capture."""
+    """A validated upload's values for the records. `data` is kept only for a capture."""
 
     data: Buffer
     sent: int
@@ -145,17 +145,17 @@ class _JudgedUpload:
 
 @dataclass(frozen=True)
 class RoundAttempt:
-    """One attempt, with everything that it needs. It has no access to the run's files or to other rounds.
+    """One attempt, with everything it needs. It has no access to the run's files or to other rounds.
 
     Attributes:
         exchange: the method's exchange for its parameter layout.
         server: the state to broadcast.
-        settings: settings of the run: quorum, upload limits, and how uploads are aggregated.
+        settings: the run's settings: quorum, upload limits, and how uploads are aggregated.
         address: the run's name, under which sites store their private state, and the attempt's number.
-        round: 0-based.
+        round: round number, 0-based.
         contexts: one context for each site of the cohort.
         recorder: receives each message as it leaves or arrives.
-        folder: folder that stores a long upload until it is processed; None: in memory.
+        folder: folder that stores a long upload until it is processed, or None to keep it in memory.
         last: each site's last client round whose upload is in `server`.
         undecided: validated uploads, by site, until `filter_by_norm` has decided on them.
         tally: filled in while the attempt runs.
@@ -174,13 +174,13 @@ class RoundAttempt:
     tally: AttemptTally = field(default_factory=AttemptTally)
 
     def build_messages(self, nodes: Mapping[str, int], deadline: float, config: ConfigRecord) -> list[Message]:
-        """Return one message for each context. Equal messages share one array object, which Flower uploads once."""
+        """Return one message per context. Equal messages share one array object, which Flower uploads once."""
         ttl = deadline + _GRACE_SECONDS
         messages, shared = [], DeduplicatedSlices()
         if (limit := chunking.MAX_REPLY_SLICES * chunking.SLICE_BYTES) < self.largest_upload:
             log(
                 WARNING,
-                "round %s: an upload may have %s bytes, and the server's fleet port refuses replies of more than %s; "
+                "round %s: an upload may have %s bytes, but the server's fleet port refuses replies of more than %s; "
                 "train fewer weights, or send them in fewer bits",
                 self.round + 1,
                 f"{self.largest_upload:,}",
@@ -193,7 +193,7 @@ class RoundAttempt:
             record = shared.record(message.parts)
             order = self.build_instruction(ctx, anchor, deadline)
             content = RecordDict({"fedveil": record, "order": order, "config": config})
-            # The fleet port accepts no larger reply (fedveil/guard/fleet/announcement.py).
+            # The fleet port does not accept larger replies (fedveil/guard/fleet/announcement.py).
             group = f"{ctx.round}/{self.largest_upload}"
             messages.append(Message(content, nodes[ctx.client], MessageType.TRAIN, ttl=ttl, group_id=group))
         return messages
@@ -216,11 +216,11 @@ class RoundAttempt:
 
     @property
     def has_closed_list(self) -> bool:
-        """Return whether the uploads were accepted before a restart, regardless of the quorum that is required now."""
+        """Return whether the uploads were accepted before a restart, regardless of the current quorum."""
         return False
 
     def aggregate(self, uploads: Iterator[AcceptedUpload]) -> FederatedState | None:
-        """Return the next state from uploads in the clear; the unchanged state if there are too few."""
+        """Return the next state from unmasked uploads; the unchanged state if there are too few."""
         tally, cohort = self.tally, self.settings.cohort
         sums = aggregation_rules.make_aggregator(self.settings.aggregate)
         if cohort.max_norm_ratio:
@@ -230,7 +230,7 @@ class RoundAttempt:
         if tally.cut:
             log(
                 WARNING,
-                "round %s: cohort.max-weight-fraction reduced the examples that count: %s",
+                "round %s: cohort.max-weight-fraction reduced the number of examples that count: %s",
                 self.round + 1,
                 tally.cut,
             )
@@ -240,10 +240,10 @@ class RoundAttempt:
 
     def iter_uploads(self, reception: Reception, deadline: float) -> Iterator[AcceptedUpload]:
         """Yield accepted uploads as they arrive, one in memory at a time, until all sites have answered or the deadline
-        is over. `reception` has asked them.
+        has passed. `reception` has already sent the requests.
 
-        In a deterministic run they are fetched in the order of the contexts, while the others wait on the SuperLink.
-        The sums then do not depend on which site was faster.
+        In a deterministic run, uploads are fetched in the order of the contexts, while other uploads wait on the
+        SuperLink. So the sums do not depend on which site was faster.
         """
         end, in_order = time.monotonic() + deadline, self.settings.deterministic
         pending = {ctx.client: ctx for ctx in self.contexts}
@@ -264,10 +264,10 @@ class RoundAttempt:
                 time.sleep(_POLL_SECONDS)
 
     def iter_given_uploads(self, replies: Iterable[Message], nodes: Mapping[str, int]) -> Iterator[AcceptedUpload]:
-        """Yield the accepted uploads of replies that a caller's own loop has gathered."""
+        """Yield the accepted uploads from replies that a caller's own loop has collected."""
         waiting = {nodes[ctx.client]: ctx for ctx in self.contexts}
         for reply in replies:
-            # An error that the SuperLink made names none of the nodes; its site then stays in `waiting`.
+            # An error created by the SuperLink does not name a node; its site then stays in `waiting`.
             ctx = waiting.pop(reply.metadata.src_node_id, None)
             if ctx is None:
                 continue
@@ -277,11 +277,11 @@ class RoundAttempt:
         self.tally.failed |= {ctx.client: "no reply" for ctx in waiting.values()}
 
     def filter_by_norm(self, uploads: Iterable[AcceptedUpload]) -> Iterator[AcceptedUpload]:
-        """Yield the uploads whose norm is at most cohort.max-norm-ratio times the median of their variant; refuse the
+        """Yield the uploads whose norm is at most cohort.max-norm-ratio times their variant's median norm; refuse the
         others.
 
-        Stores all uploads of the round, because the median is not known before the last one. If a variant has fewer
-        than three uploads, none is refused, because a median of two is not meaningful.
+        Stores all uploads of the round, because the median is not known until the last one arrives. If a variant has
+        fewer than three uploads, none is refused, because a median of two is not meaningful.
         """
         all_uploads = list(uploads)
         by_variant: dict[str, list[float]] = {}
@@ -298,10 +298,9 @@ class RoundAttempt:
                 self._refuse(judged.data, judged.sent, upload.ctx, reason)
 
     def judge_reply(self, reply: ReplyOutcome, ctx: RoundContext) -> AcceptedUpload | None:
-        """Return the upload in a reply. For a refused upload, return None and put the reason into the tally.
+        """Return the upload in a reply. For a refused upload, return None and record the reason in the tally.
 
-        The upload counts as accepted from here on or, under cohort.max-norm-ratio, once `filter_by_norm` has yielded
-        it.
+        The upload counts as accepted from now on or, with cohort.max-norm-ratio, once `filter_by_norm` has yielded it.
         """
         match reply:
             case LostReply():
@@ -322,8 +321,8 @@ class RoundAttempt:
             message, upload, norm = self._read(data, ctx)
         except (WireError, UploadRefused) as error:
             refused = str(error)
-        except Exception as error:  # one bad reply must not end the round of the other sites
-            log(ERROR, "round %s: judging the reply of %s failed", ctx.round + 1, ctx.client, exc_info=error)
+        except Exception as error:  # one bad reply must not end the round for the other sites
+            log(ERROR, "round %s: checking the reply from %s failed", ctx.round + 1, ctx.client, exc_info=error)
             refused = type(error).__name__
         if refused:
             self._refuse(data, sent, ctx, refused)
@@ -396,9 +395,9 @@ class DeduplicatedSlices:
         self._records: dict[tuple[int, ...], ArrayRecord] = {}
 
     def record(self, parts: list[Buffer]) -> ArrayRecord:
-        """Return a record of the message's slices, which replaces its parts, so the message is not copied.
+        """Return a record with the message's slices. Slicing consumes `parts`, so that no second copy stays in memory.
 
-        Equal slices are the same objects, and equal messages the same record.
+        Equal slices are the same object, and equal messages are the same record.
 
         """
         arrays: dict[str, Array] = {}

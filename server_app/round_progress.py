@@ -1,23 +1,23 @@
-"""Write progress.json of the run folder: the current round, its start, the sites asked and the replies so far.
+"""Write progress.json in the run folder: the current round, its start, the requests and the replies so far.
 
     {"round": 1, "attempt": 0, "phase": "round", "since": 1795383097.1, "deadline_seconds": 600.0, "quorum": 2,
      "asked": 4, "accepted": 2, "failed": 1, "waiting": ["south"], "reasons": {"west": "refused: ..."}}
 
 | phase | meaning |
 |---|---|
-| "waiting" | no message of the attempt has left: the server waits for sites, or asks them for keys |
-| "round" | messages have left; once `waiting` is empty the server adds up and scores |
+| "waiting" | no message of the attempt has been sent: the server waits for sites, or asks them for keys |
+| "round" | messages have been sent; once `waiting` is empty, the server aggregates and scores |
 | "done" | the attempt is recorded in metrics.jsonl |
 
-While too few sites take part, `there` is their number. The run waits for more until `until`, except for those in
-`refused`:
+While too few sites take part, `there` is their number. The run waits for more sites until `until`, but not for those
+in `refused`:
 
     {..., "phase": "waiting", "until": 1795383397.1, "there": 2, "refused": {"west": "its policy"}}
 
 `"unseen": true` marks secure aggregation, in which the server asks the sites for shares after all have answered.
 `round` and `attempt` count from 0; `since` is the time of the last message to a site, in seconds since 1970. The
 file is small: it names at most `NAMED` missing sites, and as many reasons. Flower allows one reply per message, so
-only the site itself knows how far its training is (`fedveil site status`).
+only the site itself knows how far its training has progressed (`fedveil site status`).
 
 The file is for monitoring only. It is replaced atomically but not synced, and a disk error does not stop the round.
 """
@@ -43,14 +43,14 @@ NAMED = 20
 
 @final
 class RoundProgressFile:
-    """Writes the file of one run folder. It receives the same events as the folder."""
+    """Writes one run folder's progress file. It receives the same events as the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.deadline_seconds, self.quorum, self.unseen = 0.0, 0, False
         self._file, self._writes = folder / NAME, True
         self._at = (-1, -1)
         self._phase, self._since = "waiting", time.time()
-        self._waiting: dict[str, bool] = {}  # in order, each True
+        self._waiting: dict[str, bool] = {}  # an ordered set: every value is True
         self._accepted = 0
         self._failed: dict[str, str] = {}
         self._sizes: dict[str, dict[str, int]] = {}
@@ -58,24 +58,24 @@ class RoundProgressFile:
 
     @property
     def sizes(self) -> Sizes:
-        """Return bytes by site of the current attempt, or of the last one."""
+        """Return the bytes by site for the current attempt, or the last one."""
         return self._sizes
 
     def waits(self, round_: int) -> None:
-        """Record that a round begins and that no site was asked yet."""
+        """Record that a round begins and that no site has been asked yet."""
         self._begin((round_, 0), [])
         self._phase = "waiting"
         self._write()
 
     def awaits(self, there: int, seconds: float, refused: Mapping[str, str]) -> None:
-        """Record that only `there` sites take part, and how long the run waits for more, except for refusing sites."""
+        """Record that only `there` sites take part, and how long the run waits for others that have not refused."""
         named = dict(islice(refused.items(), NAMED))
         self._awaited = {"until": round(time.time() + seconds, 3), "there": there, "refused": named}
         self._phase = "waiting"
         self._write()
 
     def asked(self, round_: int, attempt: int, cohort: list[str], site: str, size: int) -> None:
-        """Record that a message to one site of the cohort is about to leave."""
+        """Record that a message to one of the cohort's sites is about to be sent."""
         if self._phase != "round" or self._at != (round_, attempt):
             self._begin((round_, attempt), cohort)
             self._phase = "round"

@@ -13,17 +13,17 @@ class RoundRecord:
     """One finished attempt at a round.
 
     Attributes:
-        failed: reason by site, for every site of the cohort whose upload is not in the sums.
+        failed: reason by site, for every site in the cohort whose upload is not in the sums.
         upload_bytes, download_bytes: sizes of whole messages, including refused uploads, because they were sent.
         unlisted: for each site, bytes and messages up and down that disclosure.jsonl does not list: refused
-            uploads, and keys and shares of secure aggregation. Older versions wrote only the bytes.
-        reports: what each accepted site reported, with its num_examples.
-        cut: the counted examples, for a site that claimed more than cohort.max-weight-fraction allows.
+            uploads, and keys and shares for secure aggregation. Older versions wrote only the bytes.
+        reports: the metrics that each accepted site reported, with its num_examples.
+        cut: number of examples counted for a site that claimed more than cohort.max-weight-fraction allows.
         left_out: accepted sites whose uploads the rule did not select (aggregate.rule = "multi-krum").
         unsigned: accepted sites that did not sign their upload; only the SuperLink vouches for these senders.
-        unseen: for secure aggregation, the sites in the sum, share holders and threshold, holders that revealed no
-            shares and why, and why there is no sum, if there is none; {} if uploads are added up in the clear.
-        weights: digest of the models' weights after the round.
+        unseen: for secure aggregation: the sites in the sum, the share holders and the threshold, the holders that
+            revealed no shares and why, and the reason if there is no sum; {} if uploads are not masked.
+        weights: digest of the model weights after the round.
     """
 
     round: int

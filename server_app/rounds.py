@@ -1,6 +1,6 @@
-"""The server's side of a run: its state, and how a round changes the state.
+"""The server side of a run: its state, and how a round changes the state.
 
-A round draws a cohort and adds up the uploads. It counts only with a quorum; below that it is repeated with a new
+A round draws a cohort and adds up the uploads. It counts only with a quorum; otherwise it is retried with a new
 cohort. The state changes completely or not at all, and every change is followed by a checkpoint to resume from.
 
 An attempt at a round returns an `AttemptResult` (round_attempt.py). Only this loop records it: in the state, the
@@ -76,7 +76,7 @@ class RoundLoop:
         self._signer, self._app = signer, app
         self._device = device if method.on_device else None
         self.method, self.settings, self.folder, self.scores = method, settings, folder, scores
-        # Sites store private state under this name, so no other run may have it.
+        # Sites store private state under this name, so no other run may use it.
         self.run_name = f"{settings.name}-{folder.id if folder else secrets.token_hex(4)}"
         self._pending = PendingSumStore(folder.folder) if folder else None
         self._known = KnownSitesStore(folder.folder) if folder else None
@@ -88,8 +88,8 @@ class RoundLoop:
         self._exchange: MessageExchange | None = None
         self._unseen: ServerSecAgg | None = None
         self._participated: set[str] = set()
-        self._out: dict[str, str] = {}  # by site: why it is not asked any more; a resume asks it again
-        self._lost = 0  # rounds in a row that were lost
+        self._out: dict[str, str] = {}  # by site: why the site is no longer asked; a resume asks it again
+        self._lost = 0  # number of consecutive lost rounds
         self._last: dict[str, str] = {}  # by site: the client round of its last upload in the state
         self._secret = rng.derive_secret("server", settings.seed, settings.deterministic)
 
@@ -109,10 +109,10 @@ class RoundLoop:
             self._unseen = ServerSecAgg.from_config(self._exchange, secure, self.run_name, claim, digest, self._app)
 
     def resume(self) -> int:
-        """Load the folder's checkpoint, or write the one before round 0. Returns the next round.
+        """Load the folder's checkpoint, or write the one before round 0. Return the next round.
 
         Raises:
-            ConfigError: the checkpoint belongs to a run with other terms (run_fingerprint.py).
+            ConfigError: the checkpoint belongs to a run with different settings (run_fingerprint.py).
             StateError: no checkpoint can be read.
         """
         if self.folder is None or not self.folder.resumed:
@@ -151,7 +151,7 @@ class RoundLoop:
         return self._server
 
     def models(self) -> Weights:
-        """Return the current models of the server."""
+        """Return the server's current models."""
         return self.method.models(self.server)["server"]
 
     def score_initial(self) -> None:
@@ -196,9 +196,9 @@ class RoundLoop:
         )
 
     def _settle_pending(self, pending: PendingSum, grid: Grid, round_: int, config: ConfigRecord) -> RoundRecord:
-        """Open the sum whose list was closed before the server was restarted. Raises QuorumError like `run_round`."""
+        """Reveal the sum whose list was closed before the server restart. Raises QuorumError like `run_round`."""
         started, plan = time.monotonic(), pending.unmasking.plan
-        log(INFO, "round %s: opening the sum that was closed before the restart", round_ + 1)
+        log(INFO, "round %s: unmasking the sum whose list was closed before the restart", round_ + 1)
         connected_sites.await_quorum(grid, round_, plan.quorum, self.settings.cohort, None, self.folder, self._out)
         reception, address = (
             self.open_reception(grid, round_, plan.attempt),
@@ -210,7 +210,7 @@ class RoundLoop:
             self._begun, self.server, self.settings, address, round_, contexts,
             RunMessageRecorder(self.folder, None, plan.cohort), last=self._last,
         )  # fmt: skip
-        assert self._unseen is not None  # a pending sum is of a secure run, which the checkpoint's terms fix
+        assert self._unseen is not None  # a pending sum belongs to a secure run, as the checkpoint's settings guarantee
         requests = self._unseen.open_requests(reception, connected_sites.connected_sites(grid), address, round_, config)
         attempt = self._unseen.resume(pending, clear, requests, server_ctx)
         is_over = self._conclude(attempt.run(iter(())), started)
@@ -233,7 +233,7 @@ class RoundLoop:
         return True
 
     def _leave_out(self, out: Mapping[str, str]) -> None:
-        """Do not ask these sites again in this run, and record it: each attempt would charge the other sites too."""
+        """Stop asking these sites in this run, and record it: each further attempt would charge the other sites too."""
         for site, why in out.items():
             if site not in self._out and self.folder:
                 self.folder.audit("left-out", {"site": site, "reason": why})
@@ -244,10 +244,10 @@ class RoundLoop:
             self._known.save(self._unseen.coordinator)
 
     def _lose_round(self, record: RoundRecord) -> None:
-        """Go on with the state as it was: the sites that agreed to a sum of the round would refuse another attempt.
+        """Continue with the old state: the sites that agreed to a sum in this round would refuse another attempt.
 
         Raises:
-            QuorumError: too many rounds in a row were lost.
+            QuorumError: too many consecutive rounds were lost.
         """
         self._lost += 1
         self._checkpoint(record.round)
@@ -258,7 +258,7 @@ class RoundLoop:
             )
 
     def open_reception(self, grid: Grid, round_: int, number: int) -> Reception:
-        """Return the reception of one attempt, before any site is asked."""
+        """Return the reception for one attempt, before any site is asked."""
 
         def note_dropped(about: Mapping[str, Any]) -> None:
             if self.folder:
@@ -275,12 +275,12 @@ class RoundLoop:
         config: ConfigRecord,
         reception: Reception | None = None,
     ) -> tuple[RoundAttempt, list[Message]]:
-        """Draw a cohort of the connected sites. Return the attempt, and a message for each of its contexts.
+        """Draw a cohort from the connected sites. Return the attempt, and a message for each of its contexts.
 
-        `reception` asks the sites for their keys under secure aggregation.
+        With secure aggregation, `reception` asks the sites for their keys.
 
         Raises:
-            QuorumError: the cohort has too few sites for the rule during all of cohort.wait-seconds.
+            QuorumError: there were too few sites for the rule throughout cohort.wait-seconds.
         """
         settings, cohort, secagg = self.settings, self.settings.cohort, self._unseen
         least = aggregation_rules.fewest_sites(settings.aggregate, cohort.fraction)
@@ -294,7 +294,7 @@ class RoundLoop:
             self._keep_known_sites()
             nodes = {site: node for site, node in nodes.items() if site not in tally.failed}
             if secagg.is_lost(requests, settings.quorum):
-                tally.unseen |= {"lost": True, "reason": "its sites agreed to a sum before the server was restarted"}
+                tally.unseen |= {"lost": True, "reason": "its sites agreed to a sum before the server restart"}
                 nodes = {}
         chosen = (
             aggregation_rules.draw_cohort(nodes, cohort.fraction, self._secret, round_, number)
@@ -329,11 +329,11 @@ class RoundLoop:
         return attempt, messages
 
     def record_attempt(self, result: AttemptResult, started: float) -> bool:
-        """Record an attempt. With a quorum its state becomes the server's. Return whether the round counts."""
+        """Record an attempt. With a quorum, its state becomes the server's state. Return whether the round counts."""
         record = replace(result.record, seconds=round(time.monotonic() - started, 3))
         if is_counted := result.state is not None:
             self._server = result.state
-            # A site that failed may have lost its state, so next time it gets everything, like a newcomer.
+            # A site that failed may have lost its state, so next time it gets everything, like a new site.
             self._participated = (self._participated | set(record.accepted)) - set(record.failed)
             self._last = self._last | dict(result.turns)
             scores = self.scores(result.state, record.round) if self.scores else {}
@@ -359,7 +359,7 @@ class RoundLoop:
             self._park()
 
     def end(self, rounds: int) -> None:
-        """Set the run's final state, and score it if no round's scores are the final ones.
+        """Set the run's final state, and score it unless a round's scores are already the final ones.
 
         Raises:
             StateError: the best round's state cannot be read.
@@ -371,7 +371,7 @@ class RoundLoop:
             self.course.final = self.scores(self.server, rounds - 1)
 
     def _park(self) -> None:
-        """Move the state out of memory: until the next round ends it is only read, one tensor at a time."""
+        """Move the state out of memory: until the next round ends, it is only read, one tensor at a time."""
         if self.folder:
             tensors = mmap_tensors.mmap_weights(self.server.tensors, self.folder.folder)
             moments = mmap_tensors.mmap_weights(self.server.moments, self.folder.folder)

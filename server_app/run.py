@@ -1,4 +1,4 @@
-"""One run on the server, from its run config to the model, the card and the recorded end.
+"""One run on the server, from its run config to the final model, the card and the recorded end.
 
 | step | where |
 |---|---|
@@ -37,7 +37,7 @@ from fedveil.training.adapter_task import count_adapter_weights
 
 
 def run_federation(grid: Grid, run_config: Mapping[str, bool | int | float | str], run_id: int) -> None:
-    """Run a run config's rounds over `grid`. An error that ends the run is recorded in the run folder, and raised."""
+    """Run a run config's rounds over `grid`. Errors that end the run are recorded in the run folder and raised."""
     config = parse(run_config)
     name = config.run.name or f"run-{run_id}"
     with RunFolder(Path(config.run.dir).expanduser() / name, config.run.resume) as folder:
@@ -94,18 +94,18 @@ def prepare_strategy(
         signer=signer,
         app=app,
     )
-    strategy.rounds.initialise(plan.initial_weights())  # no other reference to them remains
+    strategy.rounds.initialise(plan.initial_weights())  # no other references to them remain
     return strategy
 
 
 class ModelWriter:
-    """Writes the model that a run ends with, in the files of its libraries."""
+    """Writes a run's final model in its libraries' file formats."""
 
     def __init__(self, plan: RunPlan, evaluator: ServerEvaluator | None) -> None:
         self._plan, self._evaluator = plan, evaluator
 
     def write(self, weights: Weights, into: Path) -> None:
-        """Write the weights. If the server scores nothing, read the base again, because the rounds need its memory."""
+        """Write the weights. Without an evaluator, load the base again, because the rounds need its memory."""
         plan = self._plan
         task = self._evaluator.task if self._evaluator else tasks.load_task(plan.config, plan.server_adapter)
         task.save({name: weights[name] for name in task.spec}, into)

@@ -1,8 +1,7 @@
-"""Define what identifies a run: a resume with other settings would be another run under the same name.
+"""Settings that identify a run: a resume with different settings would be a different run under the same name.
 
-The checkpoint contains all of it by key: the run config with the method's fields, the method's version, the layout
-of its messages, and the files of the base model. The server refuses a resume that changes one of them, except as
-listed in the table.
+The checkpoint contains them all by key: the run config with the method parameters, the method's version, its message
+layout, and the base model's files. The server refuses a resume that changes any of them, except as listed in the table.
 
 | key | at a resume |
 |---|---|
@@ -10,9 +9,9 @@ listed in the table.
   rounds |
 | `cohort.wait-seconds`, `cohort.deadline-seconds`, `cohort.max-retries`, `cohort.sites`, `cohort.min-sites` | may
   change |
-| `evaluate.*`, `task.evaluation` | may change: they score the model and do not change it |
-| the same, where scores decide (`evaluate.select-model = "best"` or `evaluate.patience`) | must not change, because
-  scores are compared over rounds; exceptions: `evaluate.patience` and `evaluate.every` |
+| `evaluate.*`, `task.evaluation` | may change: they score the model but do not change it |
+| the same, if scores decide (`evaluate.select-model = "best"` or `evaluate.patience`) | must not change, because
+  scores are compared across rounds; exceptions: `evaluate.patience` and `evaluate.every` |
 | `run.dir`, `run.capture-messages`, `run.signature`, `client.worker`, `sinks.*` | may change |
 | every other key | must not change |
 
@@ -41,12 +40,12 @@ _MAY_CHANGE = {
     "cohort.wait-seconds", "cohort.deadline-seconds", "cohort.max-retries", "cohort.sites", "cohort.min-sites",
     "task.evaluation", "run.dir", "run.capture-messages", "run.signature", "client.worker",
 }  # fmt: skip
-_NOT_THE_RUNS = {"run.resume", "method.params"}  # the fields are there one by one, however they were written
-_PIECES, _PIECE_BYTES = 64, 1 << 20  # a file of up to 64 MiB is read whole
+_NOT_THE_RUNS = {"run.resume", "method.params"}  # each method parameter has its own key
+_PIECES, _PIECE_BYTES = 64, 1 << 20  # files of up to 64 MiB are read whole
 
 
 def run_terms(exchange: MessageExchange, settings: RunSettings) -> Terms:
-    """The terms of a run, as JSON values by key."""
+    """Return a run's settings, as JSON values by key."""
     parts = ("cohort", "aggregate", "server", "secure")
     sections = {part: getattr(settings, part) for part in parts}
     own = {f"{s}.{k}": v for s, section in sections.items() for k, v in section.model_dump(by_alias=True).items()}
@@ -58,14 +57,14 @@ def run_terms(exchange: MessageExchange, settings: RunSettings) -> Terms:
         **{f"method.params.{key}": value for key, value in hyperparameters_of(method).items()},
         "layout": exchange.layout.digest, "base": base_digest(settings),
     }  # fmt: skip
-    return dict(json.loads(json.dumps(terms)))  # in the form in which a checkpoint returns them: no tuples
+    return dict(json.loads(json.dumps(terms)))  # as a checkpoint returns them: without tuples
 
 
 def changed_terms(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the settings that a resume changes, as {key: [old, new]}.
 
     Raises:
-        ConfigError: a key changes that must not change; the message names each such key with both values.
+        ConfigError: keys change that must not; the message names each of them with both values.
     """
     changes = {
         key: [before.get(key), now.get(key)]
@@ -81,7 +80,7 @@ def changed_terms(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str
     if refused:
         each = "; ".join(f"{key}: expected {old!r}, found {new!r}" for key, (old, new) in refused.items())
         raise ConfigError(
-            f"run.resume: expected the config that the run began with: {each}; repeat it (resume.toml in the run "
+            f"run.resume: expected the config that the run started with: {each}; use it again (resume.toml in the run "
             "folder has it), or start a new run under another run.name"
         )
     return changes
@@ -94,9 +93,9 @@ def _permitted(key: str, old: Any, new: Any) -> bool:
 
 
 def _is_compared(key: str, old: Any, new: Any) -> bool:
-    """Return whether the change makes scores before and after it incomparable.
+    """Return whether scores before and after the change cannot be compared.
 
-    A run of an older version may lack keys.
+    Runs of an older version may lack keys.
     """
     section, _, name = key.partition(".")
     if section != "evaluate" or name in ("patience", "every"):
@@ -105,7 +104,7 @@ def _is_compared(key: str, old: Any, new: Any) -> bool:
 
 
 def base_digest(settings: RunSettings) -> str:
-    """Return 16 hex digits over names, sizes and pieces of the base model's files; "" if no local folder has them."""
+    """Return a digest (16 hex digits) of the base model files' names, sizes and pieces; "" without a local folder."""
     name = str(settings.config.get("task.model", ""))
     bundled = tiny.bundled_folder(str(settings.config.get("task.name", ""))) if name == "tiny" else None
     folder = bundled or Path(name).expanduser()

@@ -1,17 +1,17 @@
 """The run folder: events, disclosures, and checkpoints to resume from.
 
-config.json               run config, method with its fields, versions; from the start, unchanged by a resume
+config.json               run config, method with its parameters, versions; written at the start, never on a resume
 resume.toml               the same run config with run.resume = true, for `fedveil submit --config`
 resumes.jsonl             one line per resume: what changed, where it continued, how the previous process ended
-status.json               state, round, reason, end, sinks that were stopped, process memory; replaced whole
+status.json               state, round, reason, end, stopped sinks, process memory; replaced whole
 progress.json             the current round (server_app/round_progress.py); replaced whole
-lock                      held while the ServerApp lives (fedveil/records/process_exit.py)
+lock                      held while the ServerApp is alive (fedveil/records/process_exit.py)
 ../audit-log.jsonl        hash-chained log of all runs in the parent folder: every message, its site and the decision
                           (fedveil/records/audit_log.py)
-id                        8 hex digits that distinguish this run from others of its name, and their checksum
-flower-run                Flower's number of the run
+id                        8 hex digits that distinguish this run from others with its name, and their checksum
+flower-run                Flower's run ID
 metrics.jsonl             one line per attempt at a round: cohort, accepted, unsigned, failed with reasons, bytes,
-                          reports, scores; one line per resume, which voids earlier lines of that round or a later one
+                          reports, scores; one line per resume, which voids earlier lines for that round and later ones
 disclosure.jsonl          data that left each side: one line per message (fedveil/records/disclosure_ledger.py)
 checkpoint.safetensors    the server's state after the last complete round; replaced whole
 checkpoint-before.safetensors   the previous checkpoint
@@ -57,21 +57,21 @@ from fedveil.server_app.round_progress import RoundProgressFile
 from fedveil.server_app.round_record import RoundRecord
 from fedveil.wire.capture import MessageCapture
 
-Save = Callable[[Weights, Path], None]  # writes weights to a folder in a form that other programs load
-_RESERVE, _RESERVED_BYTES = ".reserve", 1 << 18  # so that a full disk leaves space to record it
+Save = Callable[[Weights, Path], None]  # writes weights to a folder in a format that other programs load
+_RESERVE, _RESERVED_BYTES = ".reserve", 1 << 18  # leaves space to record that the disk is full
 
 
 class RunFolder:
     """Writes one run's folder and locks it until `close` or the end of the process.
 
     Refuses a folder that contains another run, unless it resumes that run, and a folder that another process
-    writes.
+    is using.
     """
 
     def __init__(self, folder: Path, resume: bool = False) -> None:
         self.folder, self.last_round = folder, -1
         self.outlets, self.underway = MetricsDispatcher({}), RoundProgressFile(folder)
-        self.reading: list[str] = []  # notes on how the server reads its own data
+        self.reading: list[str] = []  # notes on how the server read its own data
         if not resume:
             checkpoints.require_new(folder)
         else:
@@ -81,11 +81,11 @@ class RunFolder:
             self.close = weakref.finalize(self, os.close, process_exit.lock_folder(folder))
         except OSError as error:
             raise StateError(
-                f"run.dir: expected a folder that the server may write, found {folder}: {error.strerror}; name another"
+                f"run.dir: expected a folder the server can write to, found {folder}: {error.strerror}; name another"
             ) from error
         if not resume:
             checkpoints.require_new(folder)  # another process may have been faster
-        # Before the first checkpoint, no site was asked for anything: such a run starts at round 0.
+        # Before the first checkpoint, no site has been asked for anything: such a run starts at round 0.
         self.resumed = resume and checkpoints.has_checkpoint(folder)
         self.restarted = resume and not self.resumed
         self.notes = checkpoints.repair_folder(folder) if resume else {}
@@ -102,7 +102,7 @@ class RunFolder:
 
     @property
     def id(self) -> str:
-        """Return 8 hex digits that distinguish this run from others of its name; a resumed run has the same."""
+        """Return 8 hex digits that distinguish this run from others with its name; a resumed run keeps them."""
         return checkpoints.read_id(self.folder)
 
     @functools.cached_property
@@ -123,8 +123,8 @@ class RunFolder:
         """Write the run's config and environment. A resumed run does not overwrite them.
 
         Args:
-            adapter: the adapter and its number of weights (`count_adapter_weights`); None if the task has none.
-            in_process: the server and all sites are this process (fedveil.local); the card says so.
+            adapter: the adapter and its number of weights (`count_adapter_weights`); None if the task has no adapter.
+            in_process: the server and all sites run in this process (fedveil.local); the card says so.
         """
         self.underway.deadline_seconds = config.cohort.deadline_seconds
         self.underway.unseen = config.secure.enabled
@@ -145,7 +145,7 @@ class RunFolder:
         atomic_files.write_atomic(self.folder / "resume.toml", "".join(lines).encode())
 
     def status(self, state: str, round_: int, rounds: int, reason: str = "", **about: Any) -> None:
-        """Write the run's state: "running", "completed" or "failed", which ends the sinks; `about` adds keys."""
+        """Write the run's state: "running", "completed" or "failed". The last two end the sinks. `about` adds keys."""
         self.last_round = round_
         if state == "running":
             self.underway.waits(round_)
@@ -175,20 +175,20 @@ class RunFolder:
         self._row({"round": round_, "scores": scores})
 
     def last_scores(self) -> dict[str, dict[str, float]]:
-        """Return the scores of the last round that was scored, by view; {} if there is none."""
+        """Return the scores of the last scored round, by view; {} if there is none."""
         all_scores = (
             row.get("scores") for row in reversed(list(checkpoints.read_lines(self.folder / "metrics.jsonl")))
         )
         return next((scores for scores in all_scores if scores), {})
 
     def is_scored(self, round_: int) -> bool:
-        """Return whether metrics.jsonl has a line of this round, where -1 is the scoring before round 0."""
+        """Return whether metrics.jsonl has a line for this round; -1 is the scoring before round 0."""
         return any(row["round"] == round_ for row in checkpoints.read_lines(self.folder / "metrics.jsonl"))
 
     def disclosed(
         self, disclosed: Mapping[str, Any], ctx: RoundContext, cohort: Sequence[str], direction: Direction
     ) -> None:
-        """Append what one message disclosed, in the form of `fedveil.wire.envelope.describe_message`."""
+        """Append one message's disclosures, in the format of `fedveil.wire.envelope.describe_message`."""
         where = {"round": ctx.round, "attempt": ctx.address.attempt, "site": ctx.client}
         self._disclosures.append(where, direction, disclosed)
         if direction == "down":
@@ -197,11 +197,11 @@ class RunFolder:
             self.underway.accepted(ctx.client, disclosed["bytes"])
 
     def flower_run(self, run_id: int) -> None:
-        """Write Flower's number of the run, for `fedveil watch`."""
+        """Write Flower's run ID, for `fedveil watch`."""
         atomic_files.write_atomic(self.folder / "flower-run", str(run_id).encode())
 
     def audit(self, event: str, about: Mapping[str, Any]) -> str:
-        """Append one line to the server's audit log. Returns the log's anchor after it."""
+        """Append one line to the server's audit log. Return the log's anchor after it."""
         if event == "failed":
             self.underway.failed(about["site"], about["reason"], about.get("up_bytes", 0))
         run = {"run": f"{self.folder.name}-{self.id}"}
@@ -212,7 +212,7 @@ class RunFolder:
         return MessageCapture(self.folder / "tap", FileSeal.of_environment())
 
     def checkpoint(self, server: FederatedState, loop: Mapping[str, Any]) -> None:
-        """Write the state after a complete round, with what the loop needs to continue. Preserve the previous one."""
+        """Write the state after a complete round and the loop's own state. Preserve the previous checkpoint."""
         scalars = {"server": dict(server.scalars), "loop": dict(loop), "id": self.id}
         save_state(
             dataclasses.replace(server, scalars=scalars), self._checkpoint, keep=self.folder / checkpoints.BEFORE
@@ -233,7 +233,7 @@ class RunFolder:
         return dataclasses.replace(saved, scalars=scalars), loop
 
     def resume(self, round_: int, changes: Mapping[str, Any]) -> None:
-        """Record that the run continues with `round_`, and what happened to unfinished attempts."""
+        """Record that the run continues at `round_`, and what happened to unfinished attempts."""
         for row in checkpoints.interrupted_attempts(self.folder):
             self.round(RoundRecord(**row))
         self._append("metrics.jsonl", checkpoints.resume_mark(self.folder, round_))
@@ -242,7 +242,7 @@ class RunFolder:
         self._append("resumes.jsonl", {"time": _now(), **about, **_versions()})
 
     def final(self, deployed: Mapping[str, Weights], save: Save | None = None) -> None:
-        """Write the models' weights; `save` also writes those of the server's model in the format of other programs."""
+        """Write the models' weights; `save` also writes the server's model in a format that other programs load."""
         for view, weights in deployed.items():
             save_state(FederatedState(weights), self.folder / "final" / f"{view}.safetensors")
         if save is not None:

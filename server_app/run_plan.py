@@ -29,13 +29,13 @@ class RunPlan:
 
     Attributes:
         config: the run config.
-        method: the method with its fields.
+        method: the method with its parameters.
         task: the task with the adapter that clients train; its base model is loaded on first use.
-        guarantee: the guarantee of the method or of noisy training steps; None without one.
-        selection: how the run's final model is chosen; None: the last round's.
+        guarantee: the guarantee of the method or of noisy training steps; None if there is none.
+        selection: how the run's final model is chosen, or None to use the last round's model.
         server_adapter: the adapter of the server's model.
-        settings: the settings of the rounds.
-        device: the device of the tasks: "auto", "cpu", "cuda".
+        settings: the settings for the rounds.
+        device: the device for the tasks: "auto", "cpu", "cuda".
     """
 
     config: RunConfig
@@ -75,7 +75,7 @@ class RunPlan:
         """Return the weights before round 0; for a `ServerTrained` method, after the server's own training.
 
         Raises:
-            ConfigError: such a method has no task.server-data, or a task other than text generation.
+            ConfigError: for such a method, task.server-data is not set, or the task is not text generation.
         """
         method, config, task = self.method, self.config, self.task
         weights = task.initial(rng.initial_stream(config.run.seed, "weights"))
@@ -84,7 +84,7 @@ class RunPlan:
         model = tasks.load_task(config, method.server_adapter, self.device)
         if not (config.task.server_data and isinstance(task, TextGeneration) and isinstance(model, TextGeneration)):
             raise ConfigError(
-                f"task.server-data: expected a folder of the server's own examples, on which {config.method.name} "
+                f"task.server-data: expected a folder with the server's own examples, on which {config.method.name} "
                 f'trains before round 0, found "{config.task.server_data}"; name one, or set distil_steps = 0'
             )
         with tables.columns_named_by("task.server-data"):

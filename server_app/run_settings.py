@@ -1,4 +1,4 @@
-"""The settings of a run's loop, in one value."""
+"""The settings of a run's round loop, in one value."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from fedveil.server_app.upload_limits import UploadLimits
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The settings of a run's loop.
+    """The settings of a run's round loop.
 
     Attributes:
-        cohort: fraction, quorum, deadline, repeats, and the maximum weight of one site.
+        cohort: fraction, quorum, deadline, retries, and the maximum weight of one site.
         aggregate: how a round's uploads are aggregated.
         seed, deterministic: if `deterministic`, every draw depends only on the seed, and replies are added up in the
-            order of the sites' names, not in the order in which they arrive.
+            order of the sites' names, not in the order of arrival.
         name: name of the run; sites store their private state under it.
-        method: the name by which sites find the method; "" stands for the name of the file that defines it.
+        method: the name by which sites find the method; "" stands for the name of the method's file.
         tap: store every message in the run folder.
         limits: the limits of the upload validation.
-        secure: whether the server sees individual uploads, and how they are hidden otherwise.
-        server: the server's optimizer and its constants.
-        choice: how the scores decide on the final model and the end of the run; None: not at all.
-        config: the run config by key, which a resumed run must match; {} for a caller without one.
+        secure: whether the server sees individual uploads and, if not, how they are hidden.
+        server: the server optimizer and its constants.
+        choice: how scores decide on the final model and the end of the run, or None if they do not.
+        config: the run config by key, which a resumed run must match; {} if the caller has none.
     """
 
     cohort: CohortConfig = field(default_factory=CohortConfig)
@@ -51,7 +51,7 @@ class RunSettings:
         return max(least, self.secure.min_sites) if self.secure.enabled else least
 
     def check(self, exchange: MessageExchange) -> None:
-        """Raise ConfigError for a rule that the method or the cohort does not allow."""
+        """Raise ConfigError for an aggregation rule that the method or the cohort does not allow."""
         aggregation_rules.check_rule(exchange, self.aggregate)
         aggregation_rules.check_server_optimizer(exchange)
         aggregation_rules.check_cohort(self.secure, self.aggregate, self.cohort)

@@ -1,12 +1,12 @@
-"""Send secure-aggregation requests to many sites at once, and process answers as they arrive.
+"""Send secure-aggregation requests to many sites at once, and process the answers as they arrive.
 
-| a site ... | its reason |
+| a site ... | the reason recorded |
 |---|---|
 | is not connected | "not connected" |
-| does not answer in time, by default `SECONDS` | "no answer within 120 s" |
+| does not answer in time (default: `SECONDS`) | "no answer within 120 s" |
 | refuses, or fails | its own reason, with Flower's code |
 | sends an answer that is refused | field, expected, found |
-| sends an answer that makes this server's code fail | the type of the error; its text is in the server's log |
+| sends an answer that makes the server's code fail | the error type; its text is in the server's log |
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from fedveil.server_app.round_attempt import REASON_CHARACTERS, AttemptTally, De
 from fedveil.wire import statement_envelope
 
 SECONDS = 120.0  # time a site has for an answer that needs no training
-_QUESTION = "query.secure"  # Flower's type of such a message
+_QUESTION = "query.secure"  # Flower's type for a message about keys or shares
 _POLL_SECONDS = 0.1
 
 
 @dataclass
 class SecAggRequests:
-    """Requests of one attempt to the sites, and the count of their messages.
+    """One attempt's requests to the sites, and the number of messages.
 
     Attributes:
         nodes: node ids by site.
         order: builds the instruction record sent along with a request.
         round, address: the round and the exchange that the messages belong to.
-        up, down: bytes of answers and of requests so far, by site.
-        asked, answered: number of requests and of answers so far, by site.
+        up, down: bytes of answers and requests so far, by site.
+        asked, answered: number of requests and answers so far, by site.
     """
 
     reception: Reception
@@ -64,9 +64,9 @@ class SecAggRequests:
         enough: Callable[[], bool] = bool,
         seconds: float = SECONDS,
     ) -> dict[str, str]:
-        """Pass each answer to `take`, until all sites have answered, `enough` is true, or these seconds are over.
+        """Pass each answer to `take`, until all sites have answered, `enough` returns true, or `seconds` have passed.
 
-        Returns the reason by site for each site that gave no answer, or whose answer `take` refused.
+        Returns the reason, by site, for each site that gave no answer or whose answer `take` refused.
         """
         sites, shared = [site for site in asked if site in self.nodes], DeduplicatedSlices()
         self.reception.ask({site: self._message(site, asked[site], shared, seconds) for site in sites}, MOST_BYTES)
@@ -86,7 +86,7 @@ class SecAggRequests:
         return failed | {site: f"no answer within {seconds:g} s" for site in late if not enough()}
 
     def count(self, tally: AttemptTally) -> None:
-        """Add the requests and their answers to an attempt's messages; call it once after all requests."""
+        """Add the requests and their answers to an attempt's message counts; call it once after all requests."""
         tally.upload_bytes += self.up.total()
         tally.download_bytes += self.down.total()
         for site in self.up | self.down:
@@ -110,8 +110,8 @@ class SecAggRequests:
             take(reply.site, self._answer(reply))
         except WireError as error:
             return str(error)
-        except Exception as error:  # one bad answer must not end the round of the other sites
-            log(ERROR, "round %s: reading the answer of %s failed", self.round + 1, reply.site, exc_info=error)
+        except Exception as error:  # one bad answer must not end the round for the other sites
+            log(ERROR, "round %s: reading the answer from %s failed", self.round + 1, reply.site, exc_info=error)
             return type(error).__name__
         return ""
 

@@ -1,23 +1,24 @@
-"""A round with masked uploads: its keys, its sum, and the exchanges that a clear-text round does without.
+"""A round with masked uploads: its keys, its sum, and the exchanges that a round without masks does not need.
 
 The parts of secure aggregation that do not depend on Flower are in fedveil/federation/secagg. A prekey is for one
-attempt, and the next one comes with the upload; the server asks for keys where it has none, so after a restart every
-site. The sites of a sum sign the list of its sites first, unless it is the whole cohort; then they open their shares.
+attempt, and the next prekey comes with the upload; the server asks a site for a key if it has none, so after a restart
+it asks every site. The sites in a sum first sign the list of its sites, unless it is the whole cohort; then they reveal
+their shares.
 
 | a site ... | what happens |
 |---|---|
 | provides no key | it is left out of the cohort; its reason is in the record's `failed` |
-| has agreed to a sum of the round before a restart | likewise: it would refuse the round |
-| fails in the round | its key is asked for again |
-| signs no list, or reveals no shares, or wrong ones | nothing, as long as enough others do |
-| lies for certain about shares | the run continues without it |
+| agreed to a sum in this round before a restart | the same, because it would refuse the round |
+| fails in the round | the server asks for its key again |
+| does not sign the list, or reveals no shares or wrong ones | nothing, as long as enough other sites do |
+| provably lies about shares | the run continues without it |
 
 | the round ... | what happens |
 |---|---|
-| has too few uploads, or pairs of sites in dispute | the attempt is discarded, and repeated; with a table of entries
-  or secure.whole-cohort the round is lost, since a site masks once in such a round |
-| has too few signatures or shares, or an impossible sum | the round is lost: its sites have agreed to a sum, and would
-  refuse another attempt; the next round begins with the same state |
+| has too few uploads, or pairs of sites in dispute | the attempt is discarded and repeated; with an entry table or
+  secure.whole-cohort, the round is lost, since a site masks only once in such a round |
+| has too few signatures or shares, or an impossible sum | the round is lost: its sites have agreed to a sum and would
+  refuse another attempt; the next round starts from the same state |
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from fedveil.server_app.round_attempt import REASON_CHARACTERS, RoundAttempt, ro
 from fedveil.server_app.secagg_requests import SECONDS, SecAggRequests
 from fedveil.wire import envelope, header
 
-_LEAST_GRACE_SECONDS = 5.0  # that sites have for a signature after a quorum has signed
+_LEAST_GRACE_SECONDS = 5.0  # minimum time for other sites to sign after a quorum has signed
 _OPEN_TRIES = 3
 
 
@@ -68,12 +69,12 @@ class SecureRoundAttempt(RoundAttempt):
         requests: requests to the sites of the sum.
         unmasking: the sum of the masked vectors, and the shares that unmask it.
         codec: codec of the masked uploads.
-        coordinator: manages the sites' keys of the run.
+        coordinator: manages the sites' keys for the run.
         server_ctx: context for the server's own random draws in the round.
-        roster: text of the signing keys to which the plan refers; "" for none.
-        scalars: values that each site sends in the clear, by site; filled in while the attempt runs.
-        pending: store that keeps the closed list for a restart; None: none is kept.
-        is_resumed: the list was closed before a restart, by the settings of that time.
+        roster: text with the signing keys that the plan refers to; "" for none.
+        scalars: values that each site sends unmasked, by site; filled in while the attempt runs.
+        pending: store that keeps the closed list for a restart, or None to keep no list.
+        is_resumed: the list was closed before a restart, under the settings of that time.
     """
 
     requests: SecAggRequests = field(kw_only=True)
@@ -104,7 +105,7 @@ class SecureRoundAttempt(RoundAttempt):
 
     @override
     def aggregate(self, uploads: Iterator[AcceptedUpload]) -> FederatedState | None:
-        """Return the next state from the uploads, which are added up as they arrive; None if there is no such sum.
+        """Return the next state from the uploads, which are added up as they arrive; None if there is no sum.
 
         Below the quorum, no site is asked to agree to a sum.
         """
@@ -122,7 +123,7 @@ class SecureRoundAttempt(RoundAttempt):
             return self.exchange.server_update(self.server, self._open_sum(), self.server_ctx)
         except (QuorumError, WireError) as error:
             tally.unseen["reason"] = sanitize(str(error), REASON_CHARACTERS)
-            # Its sites may have agreed to a sum, or mask once a round: they send different entries, or sign no sum.
+            # Its sites may have agreed to a sum. Or they mask only once a round: with an entry table or a whole cohort.
             if attempt.in_sum or attempt.plan.entries or attempt.plan.is_whole:
                 tally.unseen["lost"] = True
             log(WARNING, "round %s: no sum: %s", self.round + 1, tally.unseen["reason"])
@@ -135,7 +136,7 @@ class SecureRoundAttempt(RoundAttempt):
                 self.coordinator.forget(site)
 
     def _open_sum(self) -> FixedPointSums:
-        """Ask the sites of the closed list to agree to it and for their shares, and return the sum.
+        """Ask the sites in the closed list to agree to it and to reveal their shares. Return the sum.
 
         Raises:
             QuorumError, WireError: there is no sum.
@@ -156,7 +157,7 @@ class SecureRoundAttempt(RoundAttempt):
         for site, attached in attempt.uploads.items():
             try:
                 self.coordinator.keep(site, plan, attached.next)
-            except WireError as error:  # the site is asked for another one before the next attempt
+            except WireError as error:  # the site is asked for another prekey before the next attempt
                 log(WARNING, "round %s: %s: its next prekey: %s", self.round + 1, site, error)
         scalars = {site: self.scalars.get(site, {}) for site in attempt.uploads}
         sums = FixedPointSums(self.codec.slots, self.codec.ring(plan), attempt.total(), scalars)
@@ -164,10 +165,9 @@ class SecureRoundAttempt(RoundAttempt):
         return sums
 
     def _ask_to_agree(self, seconds: float) -> dict[str, str]:
-        """Ask the list's sites to sign it, until all have signed, or the others had as long again after a quorum
-        signed.
+        """Ask the list's sites to sign it. After a quorum has signed, the other sites get as much time again.
 
-        Returns the reasons of those that have not signed.
+        Returns the reasons for the sites that have not signed.
         """
         attempt, started, quorum_at = self.unmasking, time.monotonic(), list[float]()
 
@@ -185,7 +185,8 @@ class SecureRoundAttempt(RoundAttempt):
         return self.requests.ask(attempt.agree_requests(), take, enough, seconds)
 
     def _ask_to_open(self, deaf: dict[str, str], seconds: float) -> None:
-        """Ask the list's sites for their shares until every secret has enough; fill in who gave none, and why."""
+        """Ask the list's sites for their shares until every secret has enough. Add the sites that revealed no shares to
+        `deaf`, with the reasons."""
         attempt, end = self.unmasking, time.monotonic() + seconds
         wanted = attempt.open_requests()
         take: Callable[[str, bytes], None] = lambda site, data: attempt.take_opening(  # noqa: E731
@@ -218,7 +219,7 @@ class ServerSecAgg:
 
     Attributes:
         coordinator: manages the sites' keys.
-        config: the run's section `secure`.
+        config: the run config's section `secure`.
         claim: the privacy claim of the run, whose noise may be in the sum.
     """
 
@@ -244,11 +245,11 @@ class ServerSecAgg:
         return cls(exchange, coordinator, config, claim)
 
     def plan_entries(self, cohort: Sequence[str], ctx: RoundContext) -> EntryTable | None:
-        """Return the table of who sends which entries in a round, drawn with the server's context of the round."""
+        """Return the table of which site sends which entries in a round, drawn with the server's context for it."""
         return entry_plan.plan_entries(self.exchange, self.config, cohort, ctx)
 
     def distribute_keys(self, requests: SecAggRequests) -> dict[str, str]:
-        """Ask every connected site without an unused prekey for one. Return the reasons of the sites that have none."""
+        """Ask every connected site without an unused prekey for one. Return the reasons for sites that gave none."""
         coordinator = self.coordinator
         failed = {site: why for site, why in coordinator.expelled.items() if site in requests.nodes}
         known = coordinator.ready.keys() | failed.keys()
@@ -260,12 +261,12 @@ class ServerSecAgg:
         return failed | {site: why for site, why in refused.items() if site in requests.nodes}
 
     def check_cohort(self, sites: int) -> None:
-        """Raise QuorumError if the sites would refuse every plan for a cohort of this many."""
+        """Raise QuorumError if the sites would refuse every plan for a cohort of this size."""
         self.coordinator.settings.check_cohort(sites)
         self.coordinator.settings.graph(sites)
 
     def is_lost(self, requests: SecAggRequests, quorum: int) -> bool:
-        """Return whether too few sites are left for another sum, because the others agreed to one already."""
+        """Return whether too few sites are left for another sum, because the others have already agreed to a sum."""
         refused = self.coordinator.refusals(requests.round).keys() & requests.nodes.keys()
         left = self.coordinator.ready.keys() & requests.nodes.keys() - refused
         return not self._is_enough(len(left), quorum) and self._is_enough(len(left) + len(refused), quorum)
@@ -280,7 +281,7 @@ class ServerSecAgg:
     def open_requests(
         self, reception: Reception, nodes: Mapping[str, int], address: MessageAddress, round_: int, config: ConfigRecord
     ) -> SecAggRequests:
-        """Return the requests to these sites in one attempt, before any is sent."""
+        """Return one attempt's requests to these sites, before any is sent."""
 
         def order(ctx: RoundContext) -> ConfigRecord:
             return round_instruction(self.exchange, address.run, ctx, SECONDS)
@@ -290,12 +291,12 @@ class ServerSecAgg:
     def resume(
         self, pending: PendingSum, clear: RoundAttempt, requests: SecAggRequests, server_ctx: RoundContext
     ) -> SecureRoundAttempt:
-        """Return the attempt whose list was closed before the server was restarted."""
+        """Return the attempt whose list was closed before the server restart."""
         unmasking, tally = pending.unmasking, clear.tally
         plan = unmasking.plan
         tally.accepted += unmasking.uploads
         tally.turns |= pending.turns
-        tally.failed |= dict.fromkeys(unmasking.silent, "no upload before the server was restarted")
+        tally.failed |= dict.fromkeys(unmasking.silent, "no upload before the server restart")
         if unmasking.table:
             server_ctx = replace(server_ctx, entries=EntryTable.from_text(unmasking.table))
         own = {f.name: getattr(clear, f.name) for f in fields(RoundAttempt)}
@@ -314,7 +315,7 @@ class ServerSecAgg:
         server_ctx: RoundContext,
         pending: PendingSumStore | None = None,
     ) -> RoundAttempt:
-        """Return the attempt with masked uploads. All its sites have prekeys. An attempt without a cohort is over.
+        """Return the attempt with masked uploads. All its sites have prekeys. An attempt with an empty cohort is over.
 
         Raises:
             QuorumError: the sites would refuse every plan for this cohort.
@@ -328,7 +329,7 @@ class ServerSecAgg:
         contexts = [replace(ctx, address=replace(ctx.address, attempt=number)) for ctx in clear.contexts]
         broadcast, table = "", server_ctx.entries
         if self.exchange.method.sends_same_broadcast_in(table):
-            # `build_messages` packs it once more, because the plan comes first.
+            # `build_messages` packs it again, because the plan is needed first.
             parts = self.exchange.packed(clear.server, contexts[0]).parts
             broadcast = broadcast_digest(header.digest_of_parts(parts))
             del parts
@@ -358,5 +359,5 @@ def read_roster(path: str) -> dict[str, str]:
         return dict(SigningKeyRoster.from_bytes(Path(path).expanduser().read_bytes()).signing_keys)
     except (OSError, WireError) as error:
         raise ConfigError(
-            f"secure.roster: expected a file that fedveil members roster has written, found none at {path} ({error})"
+            f"secure.roster: expected a file written by fedveil members roster, found none at {path} ({error})"
         ) from None

@@ -1,4 +1,4 @@
-"""Bounds on the values of an upload. A module of its own, so that a run's settings need no Flower."""
+"""Bounds on an upload's values. A separate module, so that run settings do not import Flower."""
 
 from __future__ import annotations
 

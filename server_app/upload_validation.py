@@ -1,9 +1,9 @@
 """Validate every upload before it enters the sums.
 
 The envelope has already checked names, codecs, dtypes, shapes, sizes and checksums against the layout. This module
-checks the values: the weight that the upload claims, and that the summed numbers are finite and not too large.
+checks the values: the weight that the upload claims, and that the numbers to be summed are finite and not too large.
 
-Dense fields are added unchanged or rearranged, so the norms from the envelope's pass apply. For an upload with codes
+Dense fields are added unchanged or rearranged, so the norms computed by the envelope apply. For a quantized upload,
 every term is decoded and checked separately, and so is a term that a method derives from several fields.
 
 | upload | error |
@@ -11,8 +11,8 @@ every term is decoded and checked separately, and so is a term that a method der
 | num_examples of 0, -1, NaN, 1e12, 3.5, "7" | "num_examples: expected a whole number from 1 to ..." |
 | a NaN or Inf anywhere in a dense field | "<field>: expected finite values, found ..." |
 | codes whose decoded values are too large | "<name>: expected a norm of at most ..., found ..." |
-| scores of held-out rows without a count, or for fewer than 64 rows | "rows_held_out: expected ..." |
-| counts of cut rows that no data can have | "read_rows: expected ..." |
+| scores on held-out rows without a count, or for fewer than 64 rows | "rows_held_out: expected ..." |
+| impossible counts of truncated rows | "read_rows: expected ..." |
 | a finite field whose squares overflow | accepted below `max_norm`; refused above it |
 """
 
@@ -37,7 +37,7 @@ from fedveil.wire import chunking, envelope, mmap_tensors
 
 
 def check_upload(message: envelope.DecodedMessage, limits: UploadLimits) -> int:
-    """Return num_examples of an acceptable upload. Raises UploadRefused with field, expected and found."""
+    """Return an acceptable upload's num_examples. Raises UploadRefused with field, expected and found."""
     n = message.num_examples
     if type(n) is not int or not 1 <= n <= limits.max_examples:
         raise UploadRefused(f"num_examples: expected a whole number from 1 to {limits.max_examples}, found {n!r}")
@@ -54,7 +54,7 @@ def check_upload(message: envelope.DecodedMessage, limits: UploadLimits) -> int:
 def judge_upload(
     exchange: MessageExchange, message: envelope.DecodedMessage, ctx: RoundContext, limits: UploadLimits
 ) -> tuple[AcceptedUpload, float]:
-    """Return an acceptable upload in the server's own context, and the norm of everything that it adds.
+    """Return an acceptable upload in the server's own context, and the norm of everything it adds to the sums.
 
     Raises:
         UploadRefused: like `check_upload`.
@@ -79,19 +79,19 @@ def _check_finite(name: str, values: Tensor) -> None:
     bad = (~torch.isfinite(values)).flatten().nonzero().flatten()
     if len(bad):
         first = int(bad[0])
-        problem = f"{values.flatten()[first].item()} at entry {first} ({len(bad)} in all)"
+        problem = f"{values.flatten()[first].item()} at entry {first} ({len(bad)} in total)"
         raise UploadRefused(f"{name}: expected finite values, found {problem}")
 
 
 def sent_bytes(reply: Message) -> int:
-    """Return the total size of a reply's arrays in bytes, for any content."""
+    """Return the total size of a reply's arrays in bytes, whatever they contain."""
     return sum(len(array.data) for record in reply.content.array_records.values() for array in record.values())
 
 
 def message_bytes(reply: Message, most: int, folder: Path | None) -> Buffer:
-    """Return the message in a reply, of at most `most` bytes; a long one is stored in a file of the run folder.
+    """Return the message in a reply, at most `most` bytes long; a long one is stored in a file in the run folder.
 
-    Removes the reply's slices as it reads them.
+    Removes the reply's slices while reading.
 
     """
     require_records(reply.content)

@@ -1,6 +1,6 @@
-"""One file per method, with the algorithm of client and server, without Flower. A method is found by its file name.
+"""One file per method, with its client and server algorithms and no Flower code. Each method is named after its file.
 
-A method of another package is found by an entry point in the group "fedveil.methods" that names its module.
+Other packages register their methods' modules under the entry-point group "fedveil.methods".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fedveil.errors import ConfigError
 from fedveil.plugins import PluginPackage
 from fedveil.sanitize import sanitize, suggest_name
 
-if TYPE_CHECKING:  # it imports torch, which is not needed to list names
+if TYPE_CHECKING:  # imports torch, which listing names does not need
     from fedveil.contract.method import Method
 
 __all__ = ["create_from_json", "create_method", "list_methods", "load_method"]
@@ -27,12 +27,12 @@ _ADAPTER = "adapter"
 
 
 def list_methods() -> list[str]:
-    """Return the names of all methods: the files of this folder, and those of other packages."""
+    """Return the names of all methods, from the files in this folder and from other packages."""
     return _PLUGINS.list_names()
 
 
 def load_method(name: str) -> type[Method]:
-    """Return the method's class, the only Method that the module of that name defines.
+    """Return the method's class: the only Method defined in the module of that name.
 
     Raises:
         ConfigError: no method has that name, or the module does not define exactly one method.
@@ -60,7 +60,7 @@ def create_method(name: str, fields: str = "") -> Method:
 
 
 def create_from_json(name: str, fields: str) -> Method:
-    """Build the method that a server describes to a client, with every field as JSON. Raises ConfigError."""
+    """Create the method that the server describes to a client from JSON of all its fields. Raises ConfigError."""
     return _validated(name, json.loads(fields))
 
 
@@ -73,7 +73,7 @@ def _validated(name: str, fields: dict[str, Any]) -> Method:
 
 
 def _adapter(cls: type[Method], given: dict[str, Any]) -> Any:
-    """Create the adapter from its table: the method's only kind, or the kind in the table. Raises ConfigError."""
+    """Create the adapter from its table: the named kind, or the method's only kind. Raises ConfigError."""
     hint = typing.get_type_hints(cls).get(_ADAPTER)
     if hint is None or not (choice := typing.get_args(hint)):
         return given if hint is None else _parsed(hint, f"the adapter of {cls.__name__}", given, _ADAPTER)

@@ -2,7 +2,8 @@
 
 Deng, Kamani, Mahdavi: Adaptive Personalized Federated Learning. 2020. https://arxiv.org/abs/2003.13461
 
-FedAvg, and at each client a local model. The client uses a mixture of the two, and trains its local model in it.
+FedAvg plus a local model at each client. The client uses a mixture of the two models, and trains its local model
+within that mixture.
 
 | paper | code | shape, unit |
 |---|---|---|
@@ -22,28 +23,28 @@ FedAvg, and at each client a local model. The client uses a mixture of the two, 
 A client shares: all trained weights of the global model. A client keeps: its local model v_i, and alpha_i.
 
 The client learns: the global weights of every round it takes part in.
-The server learns: each client's trained w_i in full, as under FedAvg, and n_i. It gets neither v_i nor alpha_i, and no
-w_i depends on them.
+The server learns: each client's trained w_i in full, as under FedAvg, and n_i. It gets neither v_i nor alpha_i, and w_i
+does not depend on them.
 
-Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `fedveil.privacy.dp_sgd`: both trainings
-have noisy steps and are charged. `dp.*` is refused with an alpha that adapts, because no accountant covers its plain
-gradient.
+Formal guarantees: none by itself (epsilon is infinite); with `dp.*`, see `fedveil.privacy.dp_sgd`: both training
+passes use noisy steps and are charged. `dp.*` is refused if alpha adapts, because no accountant covers the noiseless
+gradient that adapts it.
 
 | case | result |
 |---|---|
-| the server's model and the uploads | FedAvg's, bit for bit up to the batches that training draws |
-| alpha = 1 | u_i = v_i: the client trains alone, from the first weights that it received |
+| the server's model and the uploads | the same as FedAvg's, bit for bit, if training draws the same batches |
+| alpha = 1 | u_i = v_i: the client trains alone, starting from the first weights it received |
 | newcomer | v_i starts from w, with the configured alpha |
-| a site that lost its private state | a newcomer |
-| an alpha that adapts below 0.05 or above 1 | stays at that end: below, v_i would no longer be trained |
-| no upload | w stays, bit for bit |
-| reported losses | those of w_i |
+| a site that lost its private state | treated as a newcomer |
+| an adaptive alpha outside 0.05 to 1 | clamped to that range: near 0, v_i would no longer be trained |
+| no upload | w stays unchanged, bit for bit |
+| reported losses | the losses of w_i |
 
-Differences from the paper: it alternates steps of plain SGD on w_i and v_i. Here the local work on v_i, mixed with the
-received w, precedes that on w_i, and each has the optimizer of `train.*`. Training v_i in the mixture is done on u_i
-itself, and v_i = w + (u_i - w) / alpha_i follows: the same minimum over v_i, another metric for its steps. alpha_i
-adapts on one batch per round. The model "client" mixes v_i with the server's current w. The paper's text was not
-available; the equations follow others' accounts of it.
+Differences from the paper: the paper alternates plain SGD steps on w_i and v_i. Here v_i is trained first, mixed with
+the received w, and then w_i; both use the optimizer set by `train.*`. Training updates the mixture u_i itself, and v_i
+is then computed as w + (u_i - w) / alpha_i. This objective has the same minimum over v_i, but a different metric for
+its steps. alpha_i adapts on one batch per round. The model "client" mixes v_i with the server's current w. The paper's
+text was not available; the equations follow other authors' accounts of it.
 """
 
 from __future__ import annotations
@@ -74,14 +75,14 @@ _MIN_ALPHA = 0.05
 @final
 @dataclass(frozen=True)
 class APFL(WeightAveragingMethod):
-    """Every client shares all trained weights, and uses a mixture of the global model and a local one.
+    """Every client shares all trained weights, and uses a mixture of the global model and its own local model.
 
     Attributes:
-        alpha: share of the local model in the mixture, at first or always.
-        alpha_rate: learning rate of each client's alpha; 0: it does not adapt.
+        alpha: weight of the local model in the mixture; the initial weight if alpha adapts.
+        alpha_rate: learning rate of each client's alpha; 0 keeps alpha fixed.
         adapter: the trained parameters: LoRA factors or all weights.
         wire_dtype: dtype on the wire in both directions; sums are always fp32.
-        upload_bits: bits per code of uploaded weights, 2 to 8, with a scale per 256 weights; 0: not quantized.
+        upload_bits: bits per uploaded weight, 2 to 8, with one scale per 256 weights; 0 disables quantization.
     """
 
     alpha: float = 0.5
@@ -94,16 +95,16 @@ class APFL(WeightAveragingMethod):
         check_number("alpha_rate", self.alpha_rate, zero=True)
         if not _MIN_ALPHA <= self.alpha <= 1:
             raise ConfigError(f"alpha: expected a number from {_MIN_ALPHA} to 1, found {self.alpha}")
-        self._uploads  # noqa: B018  # it checks the bits
+        self._uploads  # noqa: B018  # this access checks upload_bits
 
     @property
     def trainings(self) -> int:
-        """Return how often a client trains in a client round."""
+        """Return the number of training passes in a client round."""
         return 2
 
     @property
     def requests_raw_gradient(self) -> bool:
-        """Return whether alpha adapts, which takes the gradient of one batch."""
+        """Return whether alpha adapts, which requires the gradient of one batch."""
         return self.alpha_rate > 0
 
     @property
@@ -123,9 +124,9 @@ class APFL(WeightAveragingMethod):
             along = sum(float(((own[n] - start[n]) * g.to(own[n])).sum()) for n, g in slope.items())
             alpha = min(1.0, max(_MIN_ALPHA, alpha - self.alpha_rate * along))
         mixed = trainer.train(_mixture(own, start, alpha)).weights
-        # A buffer such as a variance is not extrapolated.
+        # Do not extrapolate buffers, such as a running variance.
         own = {n: mixed[n] if spec[n].fixed else w + (mixed[n] - w) / alpha for n, w in start.items()}
-        shared = trainer.train(start).weights  # last, so that its report is that of the client round
+        shared = trainer.train(start).weights  # last, so that the client round reports this training
         return FederatedState(own, {"alpha": alpha}), Payload(self._uploads.sent(shared))
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:

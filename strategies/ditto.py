@@ -3,13 +3,13 @@
 Li, Hu, Beirami, Smith: Ditto: Fair and Robust Federated Learning Through Personalization. ICML 2021.
 https://arxiv.org/abs/2012.04221
 
-FedAvg, and at each client a second model of its own, which a loss term pulls to the global one.
+FedAvg plus a personal model at each client, which a loss term pulls toward the global model.
 
 | paper | code | shape, unit |
 |---|---|---|
 | w^t | `server.tensors`; the received weights | every tensor of the adapter |
 | v_k | the private state | every tensor of the adapter |
-| lambda | `strength` | loss over squared weight |
+| lambda | `strength` | loss per squared weight |
 | F_k | the client's training loss | nats |
 | n_k, m_t | `num_examples`, their sum over the cohort | examples |
 
@@ -21,24 +21,24 @@ FedAvg, and at each client a second model of its own, which a loss term pulls to
 A client shares: all trained weights of the global model. A client keeps: its own model v_k.
 
 The client learns: the global weights of every round it takes part in.
-The server learns: each client's trained w_k in full, as under FedAvg, and n_k. It never gets v_k, which no w_k depends
-on.
+The server learns: each client's trained w_k in full, as under FedAvg, and n_k. It never gets v_k, and w_k does not
+depend on v_k.
 
-Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `fedveil.privacy.dp_sgd`. Both trainings
-have noisy steps and are charged.
+Formal guarantees: none by itself (epsilon is infinite); with `dp.*`, see `fedveil.privacy.dp_sgd`. Both training
+passes use noisy steps and are charged.
 
 | case | result |
 |---|---|
-| the server's model and the uploads | FedAvg's, bit for bit up to the batches that training draws |
-| lambda = 0 | v_k is trained by the client alone, from the first weights that it received |
+| the server's model and the uploads | the same as FedAvg's, bit for bit, if training draws the same batches |
+| lambda = 0 | the client trains v_k alone, starting from the first weights it received |
 | newcomer | v_k starts from w^t |
-| a site that lost its private state | a newcomer |
-| no upload | w stays, bit for bit |
-| reported losses | those of w_k: the personal training reports nothing |
+| a site that lost its private state | treated as a newcomer |
+| no upload | w stays unchanged, bit for bit |
+| reported losses | the losses of w_k; training v_k reports nothing |
 
-Differences from the paper: the optimizer is AdamW, which scales the term's gradient together with the loss's. Both
-models are trained for the local work of `train.*`, so a client round takes twice FedAvg's time; the paper's s steps on
-v_k and r steps on w_k are equal here. The paper sends w_k - w^t and takes a plain mean.
+Differences from the paper: the optimizer is AdamW, which scales the gradient of the term along with the gradient of the
+loss. `train.*` sets the local work on each of the two models, so a client round takes twice as long as under FedAvg;
+the paper's s steps on v_k and r steps on w_k are equal here. The paper sends w_k - w^t and takes a plain mean.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ __all__ = ["Ditto"]
 @final
 @dataclass(frozen=True)
 class Ditto(WeightAveragingMethod):
-    """Every client shares all trained weights, and keeps a model of its own near the global one.
+    """Every client shares all trained weights, and keeps a personal model close to the global one.
 
     Attributes:
-        strength: lambda, the weight of the term that pulls a client's own model to the global one.
+        strength: lambda, the weight of the term that pulls a client's own model toward the global one.
         adapter: the trained parameters: LoRA factors or all weights.
         wire_dtype: dtype on the wire in both directions; sums are always fp32.
-        upload_bits: bits per code of uploaded weights, 2 to 8, with a scale per 256 weights; 0: not quantized.
+        upload_bits: bits per uploaded weight, 2 to 8, with one scale per 256 weights; 0 disables quantization.
     """
 
     strength: float = 0.1
@@ -81,11 +81,11 @@ class Ditto(WeightAveragingMethod):
 
     def __post_init__(self) -> None:
         check_number("strength", self.strength, zero=True)
-        self._uploads  # noqa: B018  # it checks the bits
+        self._uploads  # noqa: B018  # this access checks upload_bits
 
     @property
     def trainings(self) -> int:
-        """Return how often a client trains in a client round."""
+        """Return the number of training passes in a client round."""
         return 2
 
     @property
@@ -100,7 +100,7 @@ class Ditto(WeightAveragingMethod):
         start = as_spec(payload_tensors(down), trainer.spec)
         own = as_spec(private.tensors, trainer.spec) if private else start
         own = dict(trainer.train(own, penalty=proximal_penalty(self.strength, start)).weights)
-        trained = trainer.train(start).weights  # last, so that its report is that of the client round
+        trained = trainer.train(start).weights  # last, so that the client round reports this training
         return FederatedState(own), Payload(self._uploads.sent(trained))
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:

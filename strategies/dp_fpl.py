@@ -9,7 +9,7 @@ through a low-rank factorization that is recomputed at every step.
 | p_G, p_L,i | "prompt" in the server's and in the client's state | b x d, context vectors; p_L is never sent |
 | u, v | `low_rank.factorise(p_L, v_0)` | b x k with orthonormal columns, k x d with orthonormal rows |
 | g_i | `per_sample` at p_G + u v + r | b x d, of one row; dL/du = g_i v^T, dL/dv = u^T g_i |
-| C, B | `clip_local`, `clip_global`, `rows.batch_size` | norm; configured rows a batch, however many were drawn |
+| C, B | `clip_local`, `clip_global`, `rows.batch_size` | norm; configured batch size, however many rows were drawn |
 | sigma | z C with z = `noise_local`, `noise_global` or `_nominal` | standard deviation of the noise on a sum of rows |
 | T, x_i | `feature` at p_G + u v + r | the texts, classes x D; the feature of row i's image |
 | eta | `learning_rate_local`, `learning_rate` | step on p_L, step on p_G |
@@ -29,38 +29,38 @@ A client shares: the noisy gradient of a shared prompt, or the prompt's noisy ch
 prompt; an epsilon bounds what single examples reveal.
 
 The client learns: p_G of every round it takes part in. The server learns: each client's noisy D_G, or with
-`exchange = "epoch"` its noisy change of p_G; and its number of examples. In the modes paper and code the server
-learns D_G without noise and adds the noise to the mean, so the clients have to trust it.
+`exchange = "epoch"` its noisy change of p_G; and its number of examples. In modes "paper" and "code" the server
+learns D_G without noise and adds the noise to the mean, so the clients have to trust the server.
 
-Formal guarantees for each example of each site, against everyone but that site; they cover p_L too. With Poisson
+Formal guarantees for each example of each site, against everyone but that site. They also cover p_L. With Poisson
 sampling they assume that the server does not time the site:
 1. strict: the (p_L, p_G) of a step are one Gaussian release with z^-2 = z_L^-2 + z_G^-2; `privacy_spent` composes
    the steps. With `exchange = "epoch"` every local step has noise, because its sums depend on all earlier steps.
-   The client computes the change that it sends from these steps, so it costs nothing more.
+   The client computes the change that it sends from these steps, so the change costs nothing more.
    clipped = "texts": |d_i x_i^T| = |d_i| |x_i|, so adding an example moves the sum by at most C and replacing one
    by at most 2 C. One release of z pays for u, v and p_G, because J, u and v are computed from noised steps, the
    model and the class names (which are public: task.class-names).
-2. paper: u, v and p_G are clipped separately, so they are three releases of z each. Nothing protects against the
+2. paper: u, v and p_G are clipped separately, so they are three releases, each with z. Nothing protects against the
    server.
-3. code: the mean of the batch is clipped, so one example moves it by up to 2 C instead of C / B. Otherwise as in
-   paper.
-4. Clients report no loss. They send the number of examples without noise, so no epsilon covers it under
-   zero-out.
+3. code: the batch mean is clipped, so one example moves it by up to 2 C instead of C / B. Otherwise the same as
+   "paper".
+4. Clients report no loss. They send the number of examples without noise, so under zero-out adjacency no epsilon
+   covers that number.
 
 | case | result |
 |---|---|
-| noise 0, without epsilon | gradients are clipped, and epsilon is infinite |
-| an empty Poisson batch | a step with only noise |
-| secure.noise = "sum" | D_G is sent without noise, because the sum has it; the noise on u and v does not change |
-| a batch larger than the site's data set | the site refuses it before it reads an example |
-| deterministic run | its noise is seeded: refused if an epsilon is set |
+| noise 0 and no epsilon set | gradients are clipped, and epsilon is infinite |
+| an empty Poisson batch | a noise-only step |
+| secure.noise = "sum" | D_G is sent without noise, because the sum gets noise; the noise on u and v does not change |
+| a batch larger than the site's data set | the site refuses the batch before reading an example |
+| deterministic run | refused if an epsilon is set, because its noise is seeded |
 | a repeated client round | it draws new examples and new noise, and is charged again |
-| paper or code with "epoch" or "texts" | refused: the server's noise would follow local steps without noise |
+| "paper" or "code" with "epoch" or "texts" | refused: the server's noise would come after noiseless local steps |
 
 Differences from the paper: Eq. 4 has a minus sign; the published code adds, and divides the local step by 10 (mode
-code). Single examples are clipped, u and v together. Each site draws its own p_L^0; the code has one for all
-sites. The optimizer is plain SGD. residual = "rank-k" uses u u^T p_L, the true rank-k part, in the forward pass.
-residual = false uses the orthonormal u v, which has unit scale.
+"code"). Here clipping is per example, with u and v together. Each site draws its own p_L^0; the published code
+uses one p_L^0 for all sites. The optimizer is plain SGD. residual = "rank-k" uses u u^T p_L, the true rank-k part, in
+the forward pass. residual = false uses the orthonormal u v, which has unit scale.
 """
 
 from __future__ import annotations
@@ -104,29 +104,31 @@ from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, pay
 __all__ = ["DPFPL", "PROMPT"]
 
 PROMPT = "prompt"
-_ROWS = "rows_a_step"  # B, by which the server divides its noise in the modes paper and code
+_ROWS = "rows_a_step"  # B, by which the server divides its noise in modes "paper" and "code"
 
 
 @final
 @dataclass(frozen=True)
 class DPFPL(Method, PrivacyGuarantee):
-    """A shared and a private prompt under differential privacy.
+    """Train a shared and a private prompt under differential privacy.
 
     Attributes:
         rank: k, at most the prompt's length.
-        residual: forward u v + r (true), u v (false), or u u^T p_L ("rank-k").
-        mode: "strict"; "paper": nominal noise, u and v clipped apart; "code": clipped by batch, with the code's Eq. 4.
-        exchange: what a client sends: the noised gradient of one "batch", or its change after the configured "epoch"s.
+        residual: the forward pass uses u v + r (true), u v (false), or u u^T p_L ("rank-k").
+        mode: "strict"; "paper" has nominal noise and clips u and v separately; "code" clips each batch and uses the
+            published code's Eq. 4.
+        exchange: a client's upload: the noisy gradient of one "batch", or the change after the configured "epoch"s.
         sampling: how batches are drawn: "poisson", "disjoint" over an epoch, or of "fixed" size.
-        clipped: gradient that is clipped per example and gets noise: of the "prompt", or of the "texts" (mode strict
-            only; one backward pass for all examples).
-        clip_local, clip_global, clip_texts: C of (u, v), of p_G and of the texts.
-        noise_local, noise_global: z_L and z_G of mode strict; "texts" uses the one multiplier that both together give.
-        epsilon: strict: limit of each record's charge. paper, code: required; the nominal epsilon that sets the noise.
+        clipped: whether the gradient of the "prompt" or of the "texts" is clipped per example and gets noise ("texts":
+            mode "strict" only; one backward pass for all examples).
+        clip_local, clip_global, clip_texts: clipping bound C for (u, v), for p_G and for the texts.
+        noise_local, noise_global: z_L and z_G in mode "strict"; "texts" uses the one multiplier equivalent to both.
+        epsilon: in mode "strict", the limit on each record's charge; in modes "paper" and "code", the required nominal
+            epsilon that sets the noise.
         delta, neighbours: delta and adjacency of every epsilon.
-        rounds: T of the nominal noise.
-        learning_rate, learning_rate_local: eta on p_G, and on p_L.
-        adapter: the prompt p_G; p_L has its shape.
+        rounds: T in the formula for the nominal noise.
+        learning_rate, learning_rate_local: eta for p_G and p_L.
+        adapter: the prompt p_G; p_L has the same shape.
         wire_dtype: dtype of the tensors on the wire.
     """
 
@@ -173,7 +175,7 @@ class DPFPL(Method, PrivacyGuarantee):
 
     @property
     def upload_kind(self) -> Sends:
-        """Return the kind of D_G, or of a change of p_G."""
+        """Return "gradients" for uploads of D_G, or "changes" for uploads of a change of p_G."""
         return "gradients" if self.exchange == "batch" else "changes"
 
     @property
@@ -185,8 +187,8 @@ class DPFPL(Method, PrivacyGuarantee):
     def budget(self) -> PrivacyBudget:
         """Return the privacy budget.
 
-        The modes paper and code count the real epsilon but do not enforce it, because it exceeds the nominal
-        one.
+        Modes "paper" and "code" count the real epsilon but do not enforce it, because it exceeds the nominal
+        epsilon.
         """
         strict, epsilon = self.mode == "strict", math.inf if self.epsilon is None else self.epsilon
         return PrivacyBudget(
@@ -199,19 +201,19 @@ class DPFPL(Method, PrivacyGuarantee):
 
     @override
     def privacy_spent(self, plan: SamplingPlan) -> Spent:
-        """Return the charge against all parties except the site and, in the modes paper and code, the server."""
+        """Return the charge against all parties except the site and, in modes "paper" and "code", the server."""
         z = (
             joint_budget(self.noise_local, self.noise_global)
             if self.mode == "strict"
             else joint_budget(*[self._nominal] * 3)
         )
         if self.mode == "code":
-            # Adding a row moves the mean by 2 C, as replacing one does; the accountant takes it to be half of that.
+            # Adding a row moves the mean by 2 C, just as replacing a row does, but the accountant assumes half.
             z /= plan.batch if self.sampling == "disjoint" else 2 * plan.batch
         return accounting.max_charged(z, self.sampling, plan, self.exchange == "batch")
 
     def summable(self, batch: int, most_steps: int) -> SummableNoise:
-        """Return the noise for D_G of one step, clipped in the prompt; the noise on u and v stays at the site."""
+        """Return the noise on one step's D_G with clipped = "prompt"; the site itself adds the noise on u and v."""
         asked = {"mode": "strict", "exchange": "batch", "clipped": "prompt", "wire_dtype": "float32"}
         for name, expected in asked.items():
             if (value := getattr(self, name)) != expected:
@@ -243,7 +245,7 @@ class DPFPL(Method, PrivacyGuarantee):
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Run one step, or the local epochs; keep p_L, and send the noisy step on p_G, or its change."""
+        """Run one step, or the local epochs; keep p_L, and send the noisy step on p_G, or the change of p_G."""
         plan.check_seeded(self.budget, ctx.seeded)
         received = as_spec(payload_tensors(down), trainer.spec)[PROMPT]
         drawn = 0.02 * torch.randn(received.shape, generator=ctx.rng("local prompt").torch_generator())
@@ -297,21 +299,21 @@ class DPFPL(Method, PrivacyGuarantee):
         return plus if self.mode == "code" else low_rank.full_gradient(u, v, d_u, d_v), whole / size
 
     def check(self, payload: Payload, spec: Spec) -> None:
-        """Raise WireError for a batch size below 1, by which the server would divide."""
+        """Raise WireError for a batch size below 1, because the server divides by it."""
         if self.mode != "strict" and not (rows := float(payload_tensors(payload)[_ROWS])) >= 1:
             raise WireError(f"{_ROWS}: expected at least 1, found {rows}")
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """Return D_G with weight 1; in the modes paper and code also B in the clear, which the server's noise needs."""
+        """Return D_G with weight 1; in modes "paper" and "code" also B in the clear, for the server's noise."""
         fields = payload_tensors(payload)
         clear = {} if self.mode == "strict" else {_ROWS: float(fields[_ROWS])}
         return ClientContributions([Contribution(PROMPT, fields[PROMPT], 1.0)], clear)
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """Move p_G along the unweighted mean; in the modes paper and code, add the noise to the mean here."""
+        """Move p_G along the unweighted mean; in modes "paper" and "code", first add the noise to the mean."""
         old = server.tensors[PROMPT]
         moved = sums.means({PROMPT: old.float()})[PROMPT]
-        if self.mode != "strict":  # a row that is clipped by itself moves the mean of N clients by C / (N B)
+        if self.mode != "strict":  # a row that is clipped individually moves the mean of N clients by C / (N B)
             fewest = min(float(scalars[_ROWS]) for scalars in sums.clear.values())
             std = self._nominal * self.clip_global / (sums.weight(PROMPT) * fewest)
             moved = gaussian_noise.add_noise(moved, std, ctx.noise("noise on the mean"))
@@ -321,7 +323,7 @@ class DPFPL(Method, PrivacyGuarantee):
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """Return the shared prompt; with `private` also that client's p_G + p_L, composed as `residual` says."""
+        """Return the shared prompt; with `private` also that client's p_G + p_L, composed according to `residual`."""
         shared = server.tensors[PROMPT]
         if private is None:
             return {"server": {PROMPT: shared}}
@@ -331,7 +333,7 @@ class DPFPL(Method, PrivacyGuarantee):
         return {"server": {PROMPT: shared}, "client": {PROMPT: (shared + own).to(shared.dtype)}}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Declare one prompt each way; in the modes paper and code also the batch size, up."""
+        """Declare one prompt in each direction; in modes "paper" and "code", uploads also have the batch size."""
         fields = dense_fields(spec, "down", self.wire_dtype) + dense_fields(spec, "up", self.wire_dtype)
         rows = () if self.mode == "strict" else (WireField(_ROWS, "up", DenseCodec(torch.float32), (), "rows"),)
         return MessageLayout(fields + rows)

@@ -1,7 +1,7 @@
 """FedAvg.
 
 McMahan, Moore, Ramage, Hampson, Agüera y Arcas: Communication-Efficient Learning of Deep Networks from Decentralized
-Data. AISTATS 2017. https://arxiv.org/abs/1602.05629. With LoRA factors as the weights it is FedIT (Zhang et al. 2023).
+Data. AISTATS 2017. https://arxiv.org/abs/1602.05629. With LoRA factors as weights, it is FedIT (Zhang et al. 2023).
 
 | paper | code | shape, unit |
 |---|---|---|
@@ -15,19 +15,19 @@ Data. AISTATS 2017. https://arxiv.org/abs/1602.05629. With LoRA factors as the w
 A client shares: all trained weights (LoRA factors or the whole model). A client keeps: nothing.
 
 The client learns: the global weights of every round it takes part in.
-The server learns: each client's trained weights, in full. With `dp.*` they come from noisy training steps.
+The server learns: each client's trained weights, in full. With `dp.*`, they come from noisy training steps.
 
-Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `fedveil.privacy.dp_sgd`.
+Formal guarantees: none by itself (epsilon is infinite); with `dp.*`, see `fedveil.privacy.dp_sgd`.
 
 | case | result |
 |---|---|
-| no upload | the weights stay, bit for bit |
+| no upload | the weights stay unchanged, bit for bit |
 | one upload | its weights, bit for bit |
-| `upload_bits` | the mean is over decoded weights, each off by at most half a step of its block; no error feedback |
+| `upload_bits` | a mean of decoded weights, each off by at most half a quantization step; no error feedback |
 | LoRA factors | A and B are averaged separately, and mean(B) mean(A) is not mean(B A): see `aggregation_gap` of
   `fedveil.ops.lora_algebra` |
 
-Differences from the paper: AdamW instead of SGD; the mean is over the cohort of the round.
+Differences from the paper: the optimizer is AdamW instead of SGD; the mean is over the round's cohort.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class FedAvg(WeightAveragingMethod):
     Attributes:
         adapter: the trained parameters: LoRA factors or all weights.
         wire_dtype: dtype on the wire in both directions; sums are always fp32.
-        upload_bits: bits per code of uploaded weights, 2 to 8, with a scale per 256 weights; 0: not quantized.
+        upload_bits: bits per uploaded weight, 2 to 8, with one scale per 256 weights; 0 disables quantization.
     """
 
     adapter: AnyAdapter = field(default_factory=LoraAdapter)

@@ -1,35 +1,35 @@
 """FedLPP.
 
-The baseline that FedQSN (Xu et al. 2025) compares itself with in low-rank fine-tuning. The server keeps its LoRA
-factors in full precision and sends them quantised block by block; the clients train the quantised proxy.
+The low-rank fine-tuning baseline in the FedQSN paper (Xu et al. 2025). The server keeps its LoRA factors in full
+precision and sends them quantized block by block; the clients train the quantized proxy.
 
 | symbol | code | shape, unit |
 |---|---|---|
 | A_t, B_t | `server.tensors` | LoRA factors, fp32 |
-| Q, b | `quantiser`, `bits` | one code for each weight |
-| Delta_k | the upload | the change of the proxy by training |
+| Q, b | `quantiser`, `bits` | one code per weight |
+| Delta_k | the upload | the change that training makes to the proxy |
 | n_k | `num_examples` | examples of client k |
-| eta | `server_rate` | step of the server |
+| eta | `server_rate` | the server's step size |
 
     proxy   = Q(A_t), Q(B_t)                                                       (the same for every client)
-    A_{t+1} = A_t + eta sum_k n_k Delta_k / sum_k n_k, likewise B                  update = "delta"
-    A_{t+1} = Q(A_t) + eta sum_k n_k Delta_k / sum_k n_k, likewise B               update = "replace"
+    A_{t+1} = A_t + eta sum_k n_k Delta_k / sum_k n_k, and the same for B          update = "delta"
+    A_{t+1} = Q(A_t) + eta sum_k n_k Delta_k / sum_k n_k, and the same for B       update = "replace"
 
 A client shares: the change that training made to the received LoRA factors. A client keeps: nothing; the server keeps
 the exact factors, and sends them rounded to a few levels.
 
-The client learns: the quantised factors of every round it takes part in. It has the unencrypted frozen base.
+The client learns: the quantized factors of every round it takes part in. It also has the unencrypted frozen base.
 The server learns: each client's update, in full.
 
-Formal guarantees: none (epsilon is infinite). The rounding error of the factors is hidden; the base is not hidden.
+Formal guarantees: none (epsilon is infinite). Only the rounding error of the factors is hidden, not the base.
 
 | case | result |
 |---|---|
 | B = 0 in round 0 | its blocks get scale 0 and decode to zeros |
-| no upload | the factors stay, bit for bit, with either update |
+| no upload | the factors stay unchanged, bit for bit, with either update |
 | bits = 1, table "nf" | levels -1, 0, 1 |
 
-Differences from the paper: the mean is weighted with n_k; update = "replace" is the paper's rule without interpolation.
+Differences from the paper: the mean is weighted by n_k; update = "replace" is the paper's rule without interpolation.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class FedLPP(Method):
     """The server sends LoRA factors rounded to a few levels.
 
     Attributes:
-        quantiser: code table of the quantizer.
+        quantiser: the quantizer's code table.
         bits: b, bits per code.
         block: number of weights that share a scale.
-        update: what the server adds the clients' mean change to: its own factors ("delta") or the proxy
+        update: whether the server adds the clients' mean change to its own factors ("delta") or to the proxy
             ("replace").
         server_rate: eta, the server's step size.
         adapter: LoRA.
@@ -107,13 +107,13 @@ class FedLPP(Method):
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Return Delta_k, the change of the proxy by training. Nothing is kept."""
+        """Return Delta_k, the change that training makes to the proxy, and keep no state."""
         received = as_spec(dict(self._veil(trainer.spec).open(down)), trainer.spec)
         trained = trainer.train(received).weights
         return None, Payload(cast_to({n: w - received[n] for n, w in trained.items()}, self.wire_dtype))
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """Return n_k Delta_k, and n_k."""
+        """Return n_k Delta_k, and n_k itself."""
         return weighted_contributions(payload_tensors(payload), num_examples)
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
@@ -135,5 +135,5 @@ class FedLPP(Method):
         return {"server": server.tensors, "proxy": as_spec(dict(self._veil(spec).open(down)), spec)}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Declare codes down, and the dense change up."""
+        """Declare codes for the broadcast, and the dense change for the upload."""
         return MessageLayout(self._veil(spec).fields("down") + dense_fields(spec, "up", self.wire_dtype))

@@ -1,32 +1,32 @@
 """FedPara.
 
 Hyeon-Woo, Ye-Bin, Oh: FedPara: Low-Rank Hadamard Product for Communication-Efficient Federated Learning.
-ICLR 2022. https://arxiv.org/abs/2108.06098. This file is its personalized variant (pFedPara) on LoRA pairs, with
-which Park et al. (FedRand, 2025, appendix A.3) compare their method.
+ICLR 2022. https://arxiv.org/abs/2108.06098. This file applies its personalized variant (pFedPara) to LoRA pairs, like
+the baseline of Park et al. (FedRand, 2025, appendix A.3).
 
-Every layer has two low-rank pairs. The server averages one over all clients. The other scales the first one's
-product entry by entry and never leaves the site.
+Every layer has two low-rank pairs. The server averages one pair over all clients. The other pair scales the first
+pair's product entry by entry and never leaves the site.
 
 | paper | code | shape, unit |
 |---|---|---|
 | A, B | `<module>.lora_A`, `<module>.lora_B` | r x d_in and d_out x r, weights; A random, B zero at first |
-| A_p^k, B_p^k | `<module>.private_A`, `<module>.private_B` of client k | the same; B_p starts as `adapter.form` says |
-| o | product entry by entry | |
+| A_p^k, B_p^k | `<module>.private_A`, `<module>.private_B` of client k | same; `adapter.form` sets the initial B_p |
+| o | entrywise product | |
 | s | `adapter.scale` | alpha / r |
 | n_k, m_r | `num_examples`, their sum over the cohort | examples |
 
     W^k     = W_0 + s (B A) o (B_p^k A_p^k + 1)      (1, form "plus-one")
     W^k     = W_0 + s (B A) o (B_p^k A_p^k)          (1', form "product")
     start_k = (A_r, B_r, A_p^k, B_p^k)               (2, the private pair as client k last trained it)
-    A_{r+1} = sum_k (n_k / m_r) A^k, and B likewise  (3, on the server)
+    A_{r+1} = sum_k (n_k / m_r) A^k, also for B      (3, on the server)
     W       = W_0 + s B A                            (4, the server's model: the private factor is 1 everywhere)
 
 A client shares: one pair of factors per layer. A client keeps: a second pair, whose product scales the product of
 the first entry by entry.
 
 The client learns: A and B of every round it takes part in.
-The server learns: each client's trained A and B, in full, and n_k. It learns nothing of the private pair directly,
-but the gradient of A and B depends on it.
+The server learns: each client's trained A and B, in full, and n_k. It learns nothing about the private pair directly,
+but the gradients of A and B depend on that pair.
 
 Formal guarantees: none (epsilon is infinite). By construction, no field of the layout carries a private pair, so a
 message cannot contain one.
@@ -35,17 +35,18 @@ message cannot contain one.
 |---|---|
 | first participation | the client draws its private pair from its own secret: A_p uniform within 1/sqrt(d_in); B_p zero
   in form "plus-one" (so that W^k is the server's model), from N(0, 1/r) in form "product" |
-| site that lost its private state | it draws a new pair, as at a first participation |
-| site that is new to the server but has a private state | it continues with its own pair |
-| form "product", starting from B_p = 0 | with B = 0 every gradient is zero and training never starts, so B_p is drawn |
-| form "plus-one", B = 0 and B_p = 0 | only B has a gradient in the first step, then all four |
+| site that lost its private state | it draws a new pair, as at its first participation |
+| site that is new to the server but has private state | it continues with its own pair |
+| form "product", starting from B_p = 0 | with B = 0, every gradient would be zero and training would never start, so
+  B_p is drawn at random |
+| form "plus-one", B = 0 and B_p = 0 | only B has a gradient in the first step; after that, all four factors do |
 | form "product", the server's model | every client trains A and B under its own random factor, mostly far below 1. With
-  factor 1 instead, (4) is a model that no client trained: it may not learn at all |
-| no upload | A and B stay, bit for bit |
+  factor 1 instead, (4) is a model that no client trained, so it may learn nothing |
+| no upload | A and B stay unchanged, bit for bit |
 
 Differences from the paper: pFedPara trains a network from scratch with weights (X_1 Y_1^T) o (X_2 Y_2^T + 1); here
 the products change a frozen W_0. FedRand's text can be read as (1) or (1'); the default is (1), as in pFedPara.
-The neutral private pair of (4) is exact in both forms: B_p = 0, or one row and one column of ones.
+The neutral private pair in (4) is exact in both forms: B_p = 0, or one row and one column of ones.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class FedPara(WeightAveragingMethod):
     Attributes:
         adapter: the two pairs, and how the private pair enters the product.
         wire_dtype: dtype on the wire in both directions; sums are always fp32.
-        upload_bits: bits per code of the uploaded pair, 2 to 8, with a scale per 256 weights; 0: not quantized.
+        upload_bits: bits per entry of the uploaded pair, 2 to 8, with one scale per 256 entries; 0 disables
+            quantization.
     """
 
     adapter: HadamardLoraAdapter = field(default_factory=HadamardLoraAdapter)
@@ -92,7 +94,7 @@ class FedPara(WeightAveragingMethod):
         return True
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
-        """Return (A_0, B_0), without the private pair that the task drew: every client draws its own."""
+        """Return (A_0, B_0) without the task's private pair, because every client draws its own."""
         shared = drop_private_factors(weights)
         factor_modules(shared)
         return FederatedState(shared)
@@ -118,7 +120,7 @@ class FedPara(WeightAveragingMethod):
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """Return the server's model (Eq. 4); with `private` also that client's, with the pairs that it last trained."""
+        """Return the server's model (Eq. 4); with `private` also that client's model, with its last trained pairs."""
         clients = {"client": private.tensors} if private is not None else {}
         return {"server": self._with_neutral_pair(server.tensors), **clients}
 
@@ -135,6 +137,6 @@ class FedPara(WeightAveragingMethod):
         return whole
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Declare the shared pair, in both directions."""
+        """Declare the shared pair in both directions."""
         shared = drop_private_factors(spec)
         return MessageLayout(dense_fields(shared, "down", self.wire_dtype) + self._uploads.fields(shared))

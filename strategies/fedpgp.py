@@ -15,28 +15,30 @@ contrastive term keeps the shared prompt general.
 
     p_i = p_G + U_i V_i                                                                         (1)
     loss = cross entropy of p_i + mu R                                                          (2)
-    (p_G, U_i, V_i) <- local epochs from (p_G of the round, U_i and V_i as kept)                (3, client)
+    (p_G, U_i, V_i) <- local epochs from (the round's p_G, the stored U_i and V_i)              (3, client)
     p_G <- sum_i (n_i / n) p_G^i                                                                (4, server)
 
 (1), (2) and R are in `fedveil.adapters.prompt_tensors`, (3) and (4) in `fedveil.adapters.shared_prompt`.
 
-With `adapter = {form = "factored", contrast = 0.0}` there is no such term: Tran et al. (DP-FPL, ICLR 2025) ran it so.
+With `adapter = {form = "factored", contrast = 0.0}` the contrastive term is absent, as in the runs of Tran et al.
+(DP-FPL, ICLR 2025).
 
 A client shares: one prompt. A client keeps: a low-rank part that is added to it.
 
 The client learns: the shared prompt of every round it takes part in.
 The server learns: each client's trained shared prompt, in full, and n_i. It never gets U_i or V_i.
 
-Formal guarantees: none (epsilon is infinite). By construction: no message has a field for U_i or V_i.
+Formal guarantees: none (epsilon is infinite). By construction, no message has a field for U_i or V_i.
 
 | case | result |
 |---|---|
 | newcomer, or a site that lost its private state | the site draws U_i and V_i from N(0, std^2) |
 | server's own model | p_G, with zeros for U_i and V_i |
-| no upload | p_G stays, bit for bit |
+| no upload | p_G stays unchanged, bit for bit |
 
-Differences from the paper: AdamW instead of SGD; the mean is over the cohort of the round, and with cohort.fraction = 1
-over all clients, as in the paper's round 0. The gradient of R flows through both of its trained texts.
+Differences from the paper: the optimizer is AdamW instead of SGD. The mean is over the round's cohort; with
+cohort.fraction = 1 that is all clients, as in the paper's round 0. The gradient of R flows through both of its trained
+texts.
 """
 
 from __future__ import annotations
@@ -58,9 +60,10 @@ class FedPGP(SharedPromptMethod):
     """Every client trains a shared prompt and keeps a low-rank part.
 
     Attributes:
-        adapter: a prompt of form "factored". Its contrast (mu) is 1 if no adapter is given.
+        adapter: a prompt of form "factored". Its contrast (mu) defaults to 1 if no adapter is given.
         wire_dtype: dtype on the wire in both directions; sums are always fp32.
-        upload_bits: bits per code of the uploaded prompt, 2 to 8, with a scale per 256 weights; 0: not quantized.
+        upload_bits: bits per entry of the uploaded prompt, 2 to 8, with one scale per 256 entries; 0 disables
+            quantization.
     """
 
     adapter: PromptAdapter = field(default_factory=lambda: PromptAdapter(form="factored", contrast=1.0))
@@ -69,4 +72,4 @@ class FedPGP(SharedPromptMethod):
 
     def __post_init__(self) -> None:
         prompt_tensors.check_form(self.adapter, ("factored",))
-        self._uploads  # noqa: B018  # it checks the bits
+        self._uploads  # noqa: B018  # this access checks upload_bits

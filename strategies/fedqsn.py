@@ -1,16 +1,16 @@
 """FedQSN.
 
 Xu et al.: FedQSN. 2025. The server hides its model from the clients that train it. It sends them a proxy: some columns
-are missing, either in every round or in one, and the rest is rounded to a few levels.
+are missing, either in every round or in one round, and the rest is rounded to a few levels.
 
 | paper | code | shape, unit |
 |---|---|---|
 | W_t | `server.tensors` | every tensor of the model, fp32 |
-| M^s, p_1 | `_shown`, `server_rate` | one bit a column, drawn once; rate of zeros |
-| M^c, p_2 | `_visible` (M^s o M^c), `client_rate` | one bit a column, drawn for each client and round; rate of zeros |
+| M^s, p_1 | `_shown`, `server_rate` | one bit per column, drawn once; rate of zeros |
+| M^c, p_2 | `_visible` (M^s o M^c), `client_rate` | one bit per column, drawn per client and round; rate of zeros |
 | 1 / (1 - p) | `scale` | for both masks together, so that E[W~] = W |
-| Q, w | `quantiser`, `bits` | one code for each weight |
-| Delta W_k | the upload with `update = "delta"` | the change of the proxy by training |
+| Q, w | `quantiser`, `bits` | one code per weight |
+| Delta W_k | the upload with `update = "delta"` | the change that training makes to the proxy |
 | D_k | `num_examples` | examples of client k |
 
     W~_k = Q(W_t o M^s o M^c_k / ((1 - p_1)(1 - p_2)))                   (Eq. 1 to 3, mask first; Q: Eq. 4, or `nf_sym`)
@@ -24,32 +24,31 @@ A client shares: the change that training made to the received proxy. A client k
 model and sends only a proxy, with some columns missing and the rest rounded to a few levels.
 
 The client learns: its proxies, and so which columns are missing; over the rounds it sees all columns that the server
-does not mask. Under secure aggregation it gets the seeds of all masks of the round, and so the positions of all
+does not mask. Under secure aggregation it gets the seeds of all the round's masks, and so the positions of all
 missing columns, though not their weights.
 The server learns: each client's update of the visible columns, in full.
 
 Formal guarantees: none (epsilon is infinite). By construction:
 1. No message to any client in any round depends on a server-masked column.
-2. A server-masked column of W never changes. A column that no client of a round saw does not change in that round.
+2. A server-masked column of W never changes. A column that no client saw in a round does not change in that round.
 
 | case | result |
 |---|---|
-| p_1 = p_2 = 0 without quantiser | FedAvg, bit for bit: W~ is W, both updates are the same, and clients send weights |
+| p_1 = p_2 = 0, no quantizer | FedAvg, bit for bit: W~ is W, both updates are the same, and clients send weights |
 | a masked column in local training | it stays zero (no step, no weight decay) and is not in the upload |
-| output head | a tied head is one tensor with the embedding and has its mask; a head that is not tied gets the same
-  mask |
-| an upload that names other columns than the client received | server-masked columns are never counted |
+| output head | a tied head is the same tensor as the embedding, so it has its mask; an untied head gets the same mask |
+| an upload that names columns the client did not receive | server-masked columns are never counted |
 | no upload | nothing changes |
-| secure aggregation, a cohort below 20 | one M^c for all sites, drawn in each round; all get the same message, to which
-  the plan binds them, and a site refuses a table with several masks |
-| secure aggregation, a column that too few sites of the cohort see | no site gets or sends it in this round |
+| secure aggregation, a cohort below 20 | one M^c for all sites, drawn in each round. All sites get the same message,
+  which the plan names, and a site refuses a table with several masks |
+| secure aggregation, a column that too few sites in the cohort see | no site gets or sends it in this round |
 | a tensor of more than two axes without a known location (fused experts) | ConfigError: it would be sent unprotected |
 
-Differences from the paper: its code sends all weights and masks activations on the client; here the weights, with their
-biases, are masked before they are sent. `mask_targets = "proj"` masks the layers whose activations the paper's code
-masks. Block scales are over visible columns. The server divides by `scale` before the mean. Clients differ in what they
-saw, so each column has its own sum of |D_k|. The architecture need not be secret. If W_0 is a public checkpoint, it is
-not hidden.
+Differences from the paper: the paper's code sends all weights and masks activations on the client; here the weights,
+with their biases, are masked before they are sent. `mask_targets = "proj"` masks the layers whose activations the
+paper's code masks. Block scales are computed over visible columns. The server divides by `scale` before it takes the
+mean. Clients see different columns, so each column has its own sum of |D_k|. The architecture need not be secret. If
+W_0 is a public checkpoint, it is not hidden.
 """
 
 from __future__ import annotations
@@ -78,8 +77,8 @@ from fedveil.wire.payloads import WireDtype, as_spec, lazy_spec
 
 __all__ = ["FedQSN"]
 
-_VISIBLE = "visible."  # a layer's columns on the wire, one bit each
-_LEAST_OWN_MASKS = 20  # sites of a cohort; with fewer, own masks would leave out up to half of the columns
+_VISIBLE = "visible."  # prefix on the wire of a layer's column mask, one bit per column
+_LEAST_OWN_MASKS = 20  # sites in a cohort; with fewer sites, individual masks would drop up to half of the columns
 
 
 @final
@@ -89,19 +88,19 @@ class FedQSN(Method):
 
     Attributes:
         server_rate: p_1, below 1: fraction of columns that no client ever gets.
-        client_rate: p_2, below 1: fraction of columns that one client does not get in one round.
-        mask_targets: layers with masked columns: the last of each attention and MLP ("proj"), or "all" of
-            them.
-        exact: mask exactly p_2 of all columns, chosen among those that the server shows, not one draw per
-            column.
-        embeddings: form of the sent token embeddings and head: "masked", masked and "quantised", or "open".
-        quantiser: code table of the quantizer; "none" sends weights.
+        client_rate: p_2, below 1: fraction of columns that a client does not get in a given round.
+        mask_targets: layers with masked columns: the last layer of each attention and MLP block ("proj"), or "all"
+            layers.
+        exact: mask exactly p_2 of all columns, chosen among the columns that the server shows, instead of one random
+            draw per column.
+        embeddings: how token embeddings and head are sent: "masked", masked and "quantised", or "open".
+        quantiser: the quantizer's code table; "none" sends unquantized weights.
         bits: w, bits per code.
         block: number of weights that share a scale.
-        update: add the change from training ("delta"), or "replace" the weights by the trained ones.
-        upload_bits: bits per `nf_sym` code of uploaded updates of the quantized matrices; 0: not quantized.
+        update: add the change from training ("delta"), or "replace" the weights with the trained weights.
+        upload_bits: bits per `nf_sym` code in uploads of the quantized matrices; 0 disables upload quantization.
         adapter: all weights; no other adapter has columns to mask.
-        wire_dtype: dtype of all tensors on the wire that are not quantized, in both directions; sums are always fp32.
+        wire_dtype: dtype of unquantized tensors on the wire in both directions; sums are always fp32.
     """
 
     server_rate: float = 0.1
@@ -134,12 +133,12 @@ class FedQSN(Method):
 
     @property
     def has_partial_uploads(self) -> bool:
-        """Return whether clients see different columns; those that the server masks are the same for all."""
+        """Return whether clients see different columns; the server-masked columns are the same for all clients."""
         return self.client_rate > 0.0
 
     @property
     def plans_entries(self) -> bool:
-        """Return whether columns are masked: the table then has the seeds from which every site computes all masks."""
+        """Return whether columns are masked; the table then has the seeds that let every site compute all masks."""
         return self.server_rate > 0.0 or self.client_rate > 0.0
 
     @property
@@ -182,12 +181,12 @@ class FedQSN(Method):
 
     @property
     def scale(self) -> float:
-        """Return the factor of every visible column; it is public, like p_1 and p_2."""
+        """Return the factor applied to every visible column; it is public, like p_1 and p_2."""
         return 1.0 / ((1.0 - self.server_rate) * (1.0 - self.client_rate))
 
     @property
     def sends_same_broadcast(self) -> bool:
-        """Return False: each site gets a proxy with a mask of its own."""
+        """Return False: each site gets a proxy with its own mask."""
         return False
 
     def sends_same_broadcast_in(self, entries: EntryTable | None) -> bool:
@@ -195,7 +194,7 @@ class FedQSN(Method):
         return entries is not None and len(set(entries.seeds.values())) == 1
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
-        """Return W_0 with its tensors' locations. Raises ConfigError without linear layers, or with fused ones."""
+        """Return W_0 with its tensors' locations. Raises ConfigError if linear layers are missing or fused."""
         if not any(t.place and t.place.part == "linear" for t in spec.values()):
             raise ConfigError(
                 f"task.model: expected a language model with linear layers (nn.Linear, Conv1D), found none among "
@@ -203,13 +202,13 @@ class FedQSN(Method):
             )
         if fused := sorted(n for n, t in spec.items() if t.place is None and len(t.shape) > 2):
             raise ConfigError(
-                f"task.model: expected linear layers that are not fused, found {fused[0]} of shape "
+                f"task.model: expected unfused linear layers, found {fused[0]} of shape "
                 f"{spec[fused[0]].shape}, which would be sent unprotected; use a base without such layers"
             )
         return FederatedState(dict(weights), {"places": {n: asdict(t.place) for n, t in spec.items() if t.place}})
 
     def plan_entries(self, spec: Spec, cohort: Sequence[str], fewest: int, ctx: RoundContext) -> EntryTable:
-        """Return the seeds of M^s and of each site's M^c; a small cohort has one M^c for all, drawn for the round."""
+        """Return the seeds of M^s and of each site's M^c; a small cohort shares one M^c, drawn for the round."""
         draws = {site: replace(ctx, client=site if len(cohort) >= _LEAST_OWN_MASKS else "") for site in cohort}
         return EntryTable(
             seeds={site: draw.rng("client mask").key.hex() for site, draw in draws.items()},
@@ -218,12 +217,12 @@ class FedQSN(Method):
         )
 
     def _planned(self, veil: MaskedWeightsCodec, table: EntryTable, site: str) -> dict[str, Tensor]:
-        """Return M^s o M^c of a site, without the columns that fewer than `fewest` sites of the table see.
+        """Return a site's M^s o M^c, without the columns that fewer than `fewest` sites in the table see.
 
-        Raises WireError for a table without a seed of this site.
+        Raises WireError for a table without a seed for this site.
         """
         if site not in table.seeds:
-            raise WireError("entries: expected a seed of this site, from which it computes its columns, found none")
+            raise WireError("entries: expected a seed for this site, to compute its columns from, found none")
         if len(table.seeds) < _LEAST_OWN_MASKS and not self.sends_same_broadcast_in(table):
             raise WireError(
                 f"entries: expected one seed for all {len(table.seeds)} sites of a cohort below {_LEAST_OWN_MASKS}, "
@@ -241,7 +240,7 @@ class FedQSN(Method):
         return {layer: mask & (counts[layer] >= table.fewest) for layer, mask in own.items()}
 
     def _shown(self, veil: MaskedWeightsCodec, secret: bytes) -> dict[str, Tensor]:
-        """Return M^s by layer, the same for every client and round."""
+        """Return M^s by layer; it is the same for every client and round."""
         return self._shown_of(veil, _server_mask_stream(secret))
 
     def _shown_of(self, veil: MaskedWeightsCodec, stream: RandomStream) -> dict[str, Tensor]:
@@ -256,7 +255,7 @@ class FedQSN(Method):
         return shown.index_fill(0, left[hidden], False)
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
-        """Return W~ (Eq. 1 to 3), this client's proxy: masked, scaled, then quantised."""
+        """Return W~ (Eq. 1 to 3), this client's proxy: masked, scaled, then quantized."""
         veil, stream = self._veil(_spec(server), "down"), ctx.rng("client mask")
         if ctx.entries is None:
             visible = {layer: self._visible(m, stream) for layer, m in self._shown(veil, ctx.secret).items()}
@@ -279,7 +278,7 @@ class FedQSN(Method):
         visible, received = veil.visible(down), lazy_spec(veil.opened(down, ctx.device), trainer.spec)
         frozen = {n: ~veil.seen(n, visible) for n in veil.masked}
         trained = dict((trainer.train(received, frozen) if frozen else trainer.train(received)).weights)
-        # Each tensor is freed as soon as its change is known: model, proxy and change are never all in memory.
+        # Each tensor is freed as soon as its change is known, so model, proxy and change are never all in memory.
         sent = ((n, trained.pop(n) - received[n]) for n in list(trained)) if self._sends_change else trained
         return None, Payload(self._veil(trainer.spec, "up").close(sent, visible))
 
@@ -288,7 +287,7 @@ class FedQSN(Method):
         self._veil(spec, "up").check(payload)
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """Return n_k times the visible columns, divided by `scale`, and n_k for these columns."""
+        """Return the visible columns times n_k, divided by `scale`, and n_k for these columns."""
         return ClientContributions(self._terms(payload, float(num_examples), self._veil(spec, "up")))
 
     def _terms(self, payload: Payload, weight: float, veil: MaskedWeightsCodec) -> Iterator[Contribution]:
@@ -296,17 +295,17 @@ class FedQSN(Method):
         for name, value in veil.open(payload):
             if name in veil.masked:
                 seen = veil.seen(name, visible).expand(value.shape)
-                yield Contribution(name, value.to(torch.float32).div_(self.scale), weight, seen)  # `open` made it
+                yield Contribution(name, value.to(torch.float32).div_(self.scale), weight, seen)  # a new tensor
             else:
                 yield Contribution(name, value, weight)
 
     def aggregate_shapes(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of each tensor's weights: one weight per column in layers with masked columns."""
+        """Return the shape of each tensor's weights; layers with masked columns have one weight per column."""
         veil = self._veil(spec, "up")
         return {n: veil.weights_shape(n) if n in veil.masked else () for n in spec}
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """Apply Eq. 5 (or Algorithm 1, line 11) by column, ignoring all uploads of server-masked columns."""
+        """Apply Eq. 5 (or Algorithm 1, line 11) column by column, ignoring all uploads of server-masked columns."""
         veil, new = self._veil(_spec(server), "up"), dict(server.tensors)
         visible_masks = self._shown(veil, ctx.secret)
         for name, old in server.tensors.items():
@@ -321,14 +320,14 @@ class FedQSN(Method):
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """Return the server's model, which is the restored one; with `down` also the proxy that a client received."""
+        """Return the server's (restored) model; with `down` also the proxy that a client received."""
         if down is None:
             return {"server": server.tensors}
         spec = _spec(server)
         return {"server": server.tensors, "proxy": as_spec(dict(self._veil(spec, "down").open(down)), spec)}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Declare, in both directions: one bit per column, the visible columns, and all other tensors whole."""
+        """Declare, in both directions: one bit per column, the visible columns, and all other tensors in full."""
         return MessageLayout(self._veil(spec, "down").fields("down") + self._veil(spec, "up").fields("up"))
 
 

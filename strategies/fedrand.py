@@ -3,8 +3,8 @@
 Park, Lee, Kim, Hwang: FedRand: Enhancing Privacy in Federated Learning with Randomized LoRA Subparameter Updates.
 2025.
 
-Each client draws at random which LoRA factor it shares and keeps the other one private. The server averages the A
-factors that it gets, and likewise the B factors.
+Each client picks at random the LoRA factor that it shares, and keeps the other factor private. The server
+separately averages the A factors and the B factors that it receives.
 
 | paper | code | shape, unit |
 |---|---|---|
@@ -12,7 +12,7 @@ factors that it gets, and likewise the B factors.
 | rho | `rho` | probability of sharing A |
 | a_k | the upload's variant | "A" (a_k = 1) or "B" (a_k = 0), one draw for all layers |
 | n_k, m_r | `num_examples`, their sum | examples |
-| alpha, beta | `sums.weight(name) / sums.examples` | share of the examples of clients that sent A, that sent B |
+| alpha, beta | `sums.weight(name) / sums.examples` | share of examples from clients that sent A, or B |
 
     u^(k) ~ U(0, 1),  a_k = 1[u^(k) <= rho]                                             (Eq. 5, on the client)
     start = (A_r, B^(k)_past) if a_k = 1 else (A^(k)_past, B_r)                         (Eq. 6)
@@ -23,31 +23,31 @@ A client shares: one LoRA factor, drawn in each round. A client keeps: the other
 
 The client learns: A_r and B_r (with `downlink = "selected"` only the factor it shares).
 The server learns: one trained factor of each client and round, which factor it is, and n_k. It never gets both
-factors of one participation. If a client shares A after B, however, the server knows its B up to one
+factors from one participation. However, if a client shares A after B, the server knows its B as of the previous
 participation.
 
 Formal guarantees: none (epsilon is infinite). By construction:
 1. No upload contains both factors, or the partner of a factor sent in the same participation.
-2. Without secure aggregation the client draws from its own secret, which the server does not have.
-3. Under secure aggregation the server draws, and every site knows the draw: each factor is summed over none or over
-   at least `secure.min-sites` sites. In a small cohort all sites send the same factor in a round, and rounds 2 k and
-   2 k + 1 are drawn together: with rho = 0.5 they send A and B once each, in random order.
+2. Without secure aggregation, the client draws from its own secret, which the server does not have.
+3. Under secure aggregation, the server draws, and every site knows the draw: each factor is summed over no sites or
+   over at least `secure.min-sites` sites. In a small cohort all sites send the same factor in a round, and rounds 2 k
+   and 2 k + 1 are drawn together: with rho = 0.5 they send A and B once each, in random order.
 
 | case | result |
 |---|---|
-| no client shares A (alpha = 0) | A_{r+1} = A_r, the same tensor; likewise B |
+| no client shares A (alpha = 0) | A_{r+1} = A_r, the same tensor; the same holds for B |
 | rho = 1 | only A is shared; the server's B stays at zero, so its model is the base |
 | rho = 0 | only B is shared; the server's A stays A_0 |
 | newcomer in round 0 | it starts at the server's (A_0, B_0) |
-| newcomer in a later round | `cold = "server"`: both factors from the server. `cold = "initial"`: its private factor
-  starts as A_0 or B_0, which no longer matches the other one; only for the paper's literal rule |
-| past factor of a site that skipped rounds | as at the end of its last participation |
+| newcomer in a later round | `cold = "server"`: both factors come from the server. `cold = "initial"`, the paper's
+  literal rule: its private factor starts as A_0 or B_0, which no longer matches the other factor |
+| past factor of a site that skipped rounds | its value at the end of the last participation |
 | site that lost its private state | with downlink = "both" it is a newcomer; with "selected" it reports an error and
   gets both factors next time |
 
 Differences from the paper: the server draws A_0 once for all clients. `init_factors = "independent"` is the
-paper's Algorithm 2, lines 2 and 3, whose first mean of A has half the norm. The means are running means weighted
-with n_k, so nothing is divided by alpha or beta. `downlink = "selected"` is ours: a client announces its next draw
+paper's Algorithm 2, lines 2 and 3, which halves the norm of the first mean of A. The means are running means weighted
+by n_k, so nothing is divided by alpha or beta. `downlink = "selected"` is ours: a client announces its next draw
 in its upload, and the server sends only that factor. `past = false` and `normalise = false` are the paper's
 ablations "w/o past parameters" and "w/o normalization".
 """
@@ -76,7 +76,7 @@ from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, pay
 
 __all__ = ["FedRand"]
 
-_INITIAL = "initial."  # A_0 in the server's state and on the wire, for cold = "initial" only
+_INITIAL = "initial."  # prefix of A_0 in the server's state and on the wire; only used with cold = "initial"
 
 
 @final
@@ -86,17 +86,16 @@ class FedRand(WeightAveragingMethod):
 
     Attributes:
         rho: probability that a client shares A.
-        downlink: broadcast "both" factors, or only the "selected" one that the client announced.
+        downlink: broadcast "both" factors, or only the "selected" factor that the client announced.
         past: start the private factor from the client's last participation; False is "w/o past parameters".
         normalise: divide by alpha and beta; False is "w/o normalization".
-        init_factors: a client's start in round 0: the server's "shared" factors, or its own "independent"
-            ones.
-        cold: source of the private factor of a client that joins in a later round: the "server" or the
-            "initial" one.
+        init_factors: a client's starting point in round 0: "shared" factors from the server, or its own "independent"
+            factors.
+        cold: private factor of a client that joins in a later round: the "server" factor or the "initial" factor.
         adapter: LoRA; no other adapter has factors.
         wire_dtype: dtype on the wire in both directions; sums are always fp32.
-        upload_bits: bits per code of the uploaded factor, 2 to 8, with a scale per 256 weights; 0: not
-            quantized.
+        upload_bits: bits per entry of the uploaded factor, 2 to 8, with one scale per 256 entries; 0 disables
+            quantization.
     """
 
     rho: float = 0.5
@@ -121,26 +120,26 @@ class FedRand(WeightAveragingMethod):
                 'cold: expected "server" with past = false (a newcomer\'s factors come from the server too), found '
                 '"initial"; leave cold out'
             )
-        self._uploads  # noqa: B018  # it checks the bits
+        self._uploads  # noqa: B018  # this access checks upload_bits
 
     @property
     def has_partial_uploads(self) -> bool:
-        """Return whether sites draw their factor; with rho = 0 or 1 all of them send the same one."""
+        """Return whether sites draw their factor; with rho = 0 or 1, all sites send the same factor."""
         return 0.0 < self.rho < 1.0
 
     @property
     def plans_entries(self) -> bool:
-        """Return True: under secure aggregation the server draws the factors, so that each has enough senders."""
+        """Return True: under secure aggregation the server draws the factors, so that enough sites send each one."""
         return True
 
     @property
     def keeps_past(self) -> bool:
-        """Return True unless `past` is off."""
+        """Return `past`: True unless it is switched off."""
         return self.past
 
     @property
     def sends_same_broadcast(self) -> bool:
-        """Return whether no site gets a selected factor, or the initial ones as a newcomer."""
+        """Return whether all sites get both factors, without a selected factor or an initial factor for newcomers."""
         return self.downlink == "both" and self.cold == "server"
 
     @property
@@ -157,7 +156,7 @@ class FedRand(WeightAveragingMethod):
         return FederatedState({**weights, **initial_factors}, {"next_factor": {}})
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
-        """Return (A_r, B_r); with `downlink = "selected"` the factor that the client announced."""
+        """Return (A_r, B_r), or only the factor that the client announced if `downlink = "selected"`."""
         variant = self._down_variant(server, ctx)
         sent = server.tensors if variant == "cold" else _factors(server.tensors)
         if variant in FACTORS:
@@ -175,9 +174,9 @@ class FedRand(WeightAveragingMethod):
         return announced.get(ctx.client, "both")
 
     def plan_entries(self, spec: Spec, cohort: Sequence[str], fewest: int, ctx: RoundContext) -> EntryTable:
-        """Draw each site's factor with rho, and move sites at random until `fewest` of them send each factor.
+        """Draw each site's factor with rho, then switch random sites until at least `fewest` sites send each factor.
 
-        All sites of a cohort below 2 `fewest` send the same factor (`_draw_for_all`).
+        In a cohort of fewer than 2 `fewest` sites, all sites send the same factor (`_draw_for_all`).
         """
         if len(cohort) < 2 * fewest or not self.has_partial_uploads:
             drawn = dict.fromkeys(cohort, self._draw_for_all(ctx))
@@ -192,12 +191,13 @@ class FedRand(WeightAveragingMethod):
         return EntryTable(blocks={name: senders[factor_name(name)] for name in spec}, fewest=fewest)
 
     def _draw_for_all(self, ctx: RoundContext) -> Factor:
-        """Return the factor that all sites of a small cohort send; rounds 2 k and 2 k + 1 are drawn together.
+        """Return the factor that all sites in a small cohort send; rounds 2 k and 2 k + 1 are drawn together.
 
-        Independent draws would often send one factor in both rounds. If that is A, the server's B stays at zero, and
-        so its model stays the base. So the two rounds are a systematic sample: with u ~ U(0, 1) drawn once for them,
-        round 2 k + i sends A if floor(u + (i + 1) rho) > floor(u + i rho). Each round sends A with probability rho.
-        The two rounds send A once if rho = 0.5, at most once if rho < 0.5, and at least once if rho > 0.5.
+        Independent draws would often pick the same factor in both rounds. If that factor is A, the server's B stays at
+        zero, so its model stays the base. Therefore the two rounds are a systematic sample: with one draw of
+        u ~ U(0, 1) for both, round 2 k + i sends A if floor(u + (i + 1) rho) > floor(u + i rho). Each round sends A
+        with probability rho. The two rounds send A once if rho = 0.5, at most once if rho < 0.5, and at least once if
+        rho > 0.5.
         """
         pair, place = divmod(ctx.round, 2)
         word = int.from_bytes(replace(ctx, round=pair).rng("factor of all in two rounds").bytes(4), "little")
@@ -212,7 +212,7 @@ class FedRand(WeightAveragingMethod):
         shared = self._shared(down, trainer.spec, ctx)
         start = self._start(shared, private, down, trainer.spec, ctx)  # Eq. 6
         trained = trainer.train(start).weights
-        # Under secure aggregation the server draws the next factor too: this word then repeats the current one.
+        # Under secure aggregation the server also draws the next factor; this field then repeats the current one.
         upcoming = self._draw(ctx, "next factor") if ctx.entries is None else shared
         scalars = {"next_factor": upcoming} if self.downlink == "selected" else {}
         return FederatedState(dict(trained)), Payload(
@@ -220,16 +220,16 @@ class FedRand(WeightAveragingMethod):
         )
 
     def _shared(self, down: Payload, spec: Spec, ctx: RoundContext) -> Factor:
-        """Return the factor to send: the announced one, or a draw (Eq. 5); under secure aggregation the table's.
+        """Return the factor to send: the announced factor, or a draw (Eq. 5), or the table's under secure aggregation.
 
-        Raises WireError if the server sent another factor than that of the table.
+        Raises WireError if the server sent a different factor than the table gives this site.
         """
         if ctx.entries is None:
             return _side(down.variant) if down.variant in FACTORS else self._draw(ctx, "factor")
         shared = _planned_factor(ctx.entries, ctx.site, spec)
         if down.variant in FACTORS and down.variant != shared:
             raise WireError(
-                f"variant: expected {shared}, which the table of entries gives this site, found {down.variant}"
+                f"variant: expected {shared}, which the table of entries assigns to this site, found {down.variant}"
             )
         return shared
 
@@ -258,11 +258,11 @@ class FedRand(WeightAveragingMethod):
         return as_spec({n: received[n] if factor_name(n) == shared else own_factors[n] for n in spec}, spec)
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """Return n_k times the sent factor (decoded if quantized), and n_k; the announced draw in the clear."""
+        """Return n_k times the sent factor (decoded if quantized), n_k itself, and the announced draw in the clear."""
         return replace(weighted_contributions(self._uploads.opened(payload), num_examples), clear=payload.scalars)
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """Return the mean of A over clients that sent A, and of B over clients that sent B (Algorithm 1)."""
+        """Return the mean of A over the clients that sent A, and of B over those that sent B (Algorithm 1)."""
         announced = {client: _side(scalars["next_factor"]) for client, scalars in sums.clear.items() if scalars}
         new = sums.means(_factors(server.tensors))
         if not self.normalise:
@@ -274,12 +274,12 @@ class FedRand(WeightAveragingMethod):
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """Return the server's model; with `private` also that client's."""
+        """Return the server's model; with `private` also that client's model."""
         clients = {"client": private.tensors} if private is not None else {}
         return {"server": _factors(server.tensors), **clients}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Declare both factors or the announced one down, and exactly one up."""
+        """Declare both factors or only the announced factor down, and exactly one factor up."""
         fields = dense_fields(
             parse_factor_name(spec, "A"), "down", self.wire_dtype, self._down_variants("A"), self._when("A")
         )
@@ -313,12 +313,12 @@ def _side(text: object) -> Factor:
 
 
 def _planned_factor(table: EntryTable, site: str, names: Collection[str]) -> Factor:
-    """Return the factor that a table gives a site. Raises WireError unless it is all of A or all of B, and no more."""
+    """Return the factor that the table assigns to a site. Raises WireError unless it is exactly all A or all B."""
     planned = table.names_of(site) or frozenset()
     for side in FACTORS:
         if planned == frozenset(name for name in names if factor_name(name) == side):
             return side
-    raise WireError("entries: expected a table that gives this site one factor of every layer, found a different one")
+    raise WireError("entries: expected a table that assigns this site one factor of every layer, found a different one")
 
 
 def _factors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -326,7 +326,7 @@ def _factors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _random_pair(spec: Spec, rng: RandomStream) -> dict[str, Tensor]:
-    """Return A uniform on +-1/sqrt(d_in), as in PEFT, and B zero."""
+    """Return A drawn uniformly from +-1/sqrt(d_in), as in PEFT, and B set to zero."""
     generator = rng.torch_generator()
     return {
         n: torch.zeros(t.shape)

@@ -11,7 +11,7 @@ Clients train both LoRA factors. They share A and keep B at the site, so every c
 | B_i | `<module>.lora_B` in the private state | d_out x r, weights; zero at first |
 | n_i, m_t | `num_examples`, their sum over the cohort | examples |
 
-    (A_i, B_i) <- local epochs on both, from (A_t, B_i as last trained)                (1, client)
+    (A_i, B_i) <- local epochs on both, from (A_t, the last trained B_i)               (1, client)
     A_{t+1} = sum_i (n_i / m_t) A_i                                                    (2, server)
     W_i = W_0 + scale B_i A_{t+1}                                                      (3, the model of client i)
 
@@ -20,21 +20,22 @@ A client shares: one trained LoRA factor, A. A client keeps: the other factor, B
 The client learns: A_t of every round it takes part in.
 The server learns: each client's trained A in full, and n_i. It never gets a B.
 
-Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `fedveil.privacy.dp_sgd`, and B is
-noisy too. By construction, no message has a field for B.
+Formal guarantees: none by itself (epsilon is infinite); with `dp.*`, see `fedveil.privacy.dp_sgd`; B is then noisy
+too. By construction, no message has a field for B.
 
 | case | result |
 |---|---|
-| the server's own model | its B is B_0, so with LoRA's zeros it is the base: score the clients' models |
+| the server's own model | its B is B_0, zero in LoRA, so it equals the base: evaluate the clients' models instead |
 | newcomer, also in a later round | B_i starts at zero, with A_t |
-| a site that skipped rounds | its B as it last trained it, with an A that others have trained since |
-| a site that lost its private state | a newcomer |
-| no upload | A stays, bit for bit |
-| FedRand with rho = 1 | the same clients and uploads, bit for bit; but there B_0 goes down too |
+| a site that skipped rounds | combines its last trained B with an A that others have trained since |
+| a site that lost its private state | treated as a newcomer |
+| no upload | A stays unchanged, bit for bit |
+| FedRand with rho = 1 | the same clients and uploads, bit for bit, but FedRand also broadcasts B_0 |
 
-Differences from the paper: the optimizer is AdamW. The mean is over the round's cohort and weighted with n_i. B is
+Differences from the paper: the optimizer is AdamW. The mean is over the round's cohort and weighted by n_i. B is
 never on the wire, not even B_0, which every party knows. The paper's text was not available. The equations follow the
-figure and the configuration that its authors published, in which the names with "lora_B" stay at the client.
+figure and the configuration that its authors published, in which tensors with "lora_B" in their names stay at the
+client.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class FedSALoRA(LoraAveragingMethod):
     Attributes:
         adapter: LoRA; no other adapter has factors.
         wire_dtype: dtype on the wire in both directions; sums are always fp32.
-        upload_bits: bits per code of the uploaded A, 2 to 8, with a scale per 256 weights; 0: not quantized.
+        upload_bits: bits per entry of the uploaded A, 2 to 8, with one scale per 256 entries; 0 disables
+            quantization.
     """
 
     adapter: LoraAdapter = field(default_factory=LoraAdapter)
@@ -103,11 +105,11 @@ class FedSALoRA(LoraAveragingMethod):
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """Return the server's model, whose B is B_0; with `private` that client's (Eq. 3)."""
+        """Return the server's model, with B = B_0; with `private` also that client's model (Eq. 3)."""
         clients = {"client": {**server.tensors, **private.tensors}} if private is not None else {}
         return {"server": server.tensors, **clients}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Declare A, in both directions."""
+        """Declare A in both directions."""
         shared = parse_factor_name(spec, "A")
         return MessageLayout(dense_fields(shared, "down", self.wire_dtype) + self._uploads.fields(shared))

@@ -1,40 +1,40 @@
 """FedSP.
 
-Dong, Xie, Ding, Shen, Chen, Li: Tunable Soft Prompts are Messengers in Federated Learning. EMNLP Findings 2023. FedQSN
-compares itself with it. The server sends only a few layers of its model; both sides exchange trained prefixes.
+Dong, Xie, Ding, Shen, Chen, Li: Tunable Soft Prompts are Messengers in Federated Learning. EMNLP Findings 2023. It is a
+baseline in the FedQSN paper. The server sends only a few layers of its model; both sides exchange trained prefixes.
 
 | symbol | code | shape, unit |
 |---|---|---|
 | M | the server's own model, `server_adapter` | frozen; never in a state, never on the wire |
-| m | tensors of the spec but "prefix" | `cells` layers of M, repeated to its depth, with its embeddings, norms, head |
+| m | all tensors except "prefix" | `cells` layers of M, repeated to its depth, with embeddings, norms and head |
 | P | "prefix" | layers x 2 x heads x length x width: keys and values before every layer |
 | n_k | `num_examples` | examples of client k |
 
     m_0 <- argmin mean_l (h_l(m) - h_l(M))^2 on the server's own examples, before round 0         `before_round_0`
     m_k <- local training of m_k with P fixed, then P_k <- local training of P with m_k fixed     `alternate`
-    P <- sum_k n_k P_k / sum_k n_k;  m likewise with proxy = "shared"
+    P <- sum_k n_k P_k / sum_k n_k;  the same for m with proxy = "shared"
     deployed: M with P
 
 A client shares: a deep prefix, trained on a proxy that repeats a few layers. A client keeps: the proxy; the server
 keeps its model's other layers.
 
-The client learns: P of every round it takes part in, and once m_0 as distilled: `cells` layers, embeddings, norms and
+The client learns: P of every round it takes part in, and once the distilled m_0: `cells` layers, embeddings, norms and
 head. With proxy = "shared" it learns the mean of m in every round.
 The server learns: each client's P_k; with proxy = "shared" its m_k too.
 
-Formal guarantees: none (epsilon is infinite). By construction: no tensor of M's other layers is in the server's state,
-so none is on the wire; m_0 depends on them only through distillation.
+Formal guarantees: none (epsilon is infinite). By construction, the server's state contains no tensor of M's other
+layers, so none is sent; m_0 depends on them only through distillation.
 
 | case | result |
 |---|---|
-| a newcomer, or a site that lost its state | it gets m_0 and P, later only P; with proxy = "shared" always m and P |
+| a newcomer, or a site that lost its state | gets m_0 and P first, then only P; with proxy = "shared" always m and P |
 | proxy = "local": the site gets only P, and has no private state | StateError |
-| no upload | the state stays, bit for bit |
-| distil_steps = 0 | m_0 is the first cells of M, without distillation |
+| no upload | the state stays unchanged, bit for bit |
+| distil_steps = 0 | m_0 is the first `cells` layers of M, without distillation |
 | alternate = false | m_k and P_k are trained together |
 
-Differences from the paper: P starts as the keys and values of random tokens (a start from a normal distribution would
-increase M's loss by a nat); the server does not train P; a round is one mean over its clients.
+Differences from the paper: P starts as the keys and values of random tokens (normally distributed initial values would
+increase M's loss by one nat); the server does not train P; each round takes one mean over its clients.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class FedSP(Method):
             round 0.
         adapter: a prefix with cells.
         wire_dtype: dtype on the wire in both directions; sums are always fp32.
-        upload_bits: bits per code of uploaded weights, 2 to 8, with a scale per 256 weights; 0: not quantized.
+        upload_bits: bits per uploaded weight, 2 to 8, with one scale per 256 weights; 0 disables quantization.
     """
 
     proxy: Literal["local", "shared"] = "local"
@@ -96,11 +96,11 @@ class FedSP(Method):
             raise ConfigError(f"distil_steps: expected at least 0, found {self.distil_steps}")
         if not (self.distil_rate > 0 and isfinite(self.distil_rate)):
             raise ConfigError(f"distil_rate: expected a finite number above 0, found {self.distil_rate}")
-        self._uploads  # noqa: B018  # it checks the bits
+        self._uploads  # noqa: B018  # this access checks upload_bits
 
     @property
     def trainings(self) -> int:
-        """Return how often a client trains in a client round."""
+        """Return the number of training passes in a client round."""
         return 2 if self.alternate else 1
 
     @property
@@ -109,7 +109,7 @@ class FedSP(Method):
 
     @property
     def server_adapter(self) -> PrefixAdapter:
-        """Return the adapter of the server's model, which has all its layers."""
+        """Return the adapter for the server's model, which has all layers."""
         return PrefixAdapter(self.adapter.length)
 
     @property
@@ -133,7 +133,7 @@ class FedSP(Method):
         return self.proxy != "shared"
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
-        """Return (P, m_0)."""
+        """Return the initial state, (P, m_0)."""
         if PREFIX not in spec or len(spec) < 2:
             raise ConfigError(f'adapter: expected "{PREFIX}" and the tensors of a proxy, found {sorted(spec)}')
         return FederatedState(dict(weights))
@@ -168,7 +168,7 @@ class FedSP(Method):
         return FederatedState(dict(trained)), Payload(self._uploads.sent({PREFIX: trained[PREFIX]}))
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """Return n_k times the sent tensors, and n_k."""
+        """Return n_k times the sent tensors, and n_k itself."""
         return weighted_contributions(self._uploads.opened(payload), num_examples)
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
@@ -184,7 +184,7 @@ class FedSP(Method):
         return {"server": server.tensors, **clients, **proxies}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Declare the prefix in both directions; the proxy down to newcomers, or in both directions if it is shared."""
+        """Declare the prefix in both directions; the proxy down to newcomers, or in both directions if shared."""
         prefix = {PREFIX: spec[PREFIX]}
         others = {n: t for n, t in spec.items() if n != PREFIX}
         if self.proxy == "shared":

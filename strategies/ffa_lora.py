@@ -16,29 +16,30 @@ One LoRA factor, A, is drawn once and never trained. Clients train and share onl
     B_{t+1} = sum_i (n_i / m_t) B_i                                             (3, server)
     sum_i (n_i / m_t) B_i A_0 = B_{t+1} A_0                                     (4: the mean of the products is exact)
 
-With `dp.*`, methods that train both factors multiply noise in A with noise in B. Here a step's noise is only in B, and
-the bound C on a per-example gradient covers only B.
+With `dp.*`, methods that train both factors multiply the noise in A by the noise in B. Here a step adds noise only to
+B, and the bound C on a per-example gradient covers only B.
 
 A client shares: one LoRA factor, B; the other one, A, is never trained. A client keeps: nothing.
 
 The client learns: A_0, and B_t of every round it takes part in.
-The server learns: each client's trained B in full and n_i, and with A_0, which it drew, the client's whole model.
+The server learns: each client's trained B in full and n_i, and so the client's whole model, because it drew A_0.
 
-Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `fedveil.privacy.dp_sgd`. By construction:
+Formal guarantees: none by itself (epsilon is infinite); with `dp.*`, see `fedveil.privacy.dp_sgd`. By construction,
 no bit of A ever changes, and no upload contains A.
 
 | case | result |
 |---|---|
-| no upload | B stays, bit for bit |
+| no upload | B stays unchanged, bit for bit |
 | one upload | its B, bit for bit |
-| in a step | A has no gradient, no optimiser state, no weight decay, and no part in a gradient's norm |
+| in a step | A has no gradient, no optimizer state and no weight decay, and does not count in gradient norms |
 | a site that skipped rounds, or lost its files | no effect: a site keeps no state |
 | the rank is one | A_0 fixes one direction of the inputs for the whole run |
 
-Differences from the paper: AdamW, not SGD; the mean is over the cohort of the round. A is in every broadcast although
-it never changes. So a site keeps no state, and noise may be in the sum of the uploads (`secure.noise = "sum"`), which
-methods with private state do not allow. Uploads are halved as in the paper, broadcasts are not. The paper's text was
-not available: the equations follow its abstract, and others' code that runs it as a baseline.
+Differences from the paper: the optimizer is AdamW instead of SGD; the mean is over the round's cohort. A is in every
+broadcast although it never changes. So a site keeps no state, and the noise can be added to the sum of the uploads
+(`secure.noise = "sum"`), which methods with private state do not allow. As in the paper, uploads are half the size, but
+here broadcasts are not. The paper's text was not available: the equations follow its abstract, and other authors' code
+that runs it as a baseline.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class FFALoRA(LoraAveragingMethod):
     Attributes:
         adapter: LoRA; no other adapter has factors.
         wire_dtype: dtype on the wire in both directions; sums are always fp32.
-        upload_bits: bits per code of the uploaded B, 2 to 8, with a scale per 256 weights; 0: not quantized.
+        upload_bits: bits per entry of the uploaded B, 2 to 8, with one scale per 256 entries; 0 disables
+            quantization.
     """
 
     adapter: LoraAdapter = field(default_factory=LoraAdapter)
@@ -83,7 +85,7 @@ class FFALoRA(LoraAveragingMethod):
         return None, Payload(self._uploads.sent(parse_factor_name(trained, "B")))
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """Apply Eq. 3; A does not change even if a client sends one."""
+        """Apply Eq. 3; A does not change even if a client sends an A."""
         return FederatedState({**server.tensors, **sums.means(parse_factor_name(server.tensors, "B"))})
 
     def layout(self, spec: Spec) -> MessageLayout:

@@ -1,14 +1,15 @@
 """Fixed position embedding.
 
-Sawada, Imaizumi, Kiya compare their random binary weights for federated learning of the Vision Transformer with it.
-Clients never send the gradient of the position embedding, which APRIL's closed form needs; the embedding never changes.
+Sawada, Imaizumi and Kiya use it as a baseline for their random binary weights in federated learning of the Vision
+Transformer. APRIL's closed form needs the gradient of the position embedding. Clients never send it, and the embedding
+never changes.
 
 | paper | code | shape, unit |
 |---|---|---|
 | w | the weights in `server.tensors` | every tensor of the adapter |
 | E_pos | tensors whose name matches `hidden` | withheld |
 | g^n | `fedsgd.gradient` | gradient of client n: one batch, or w minus its locally trained weights |
-| eta | `learning_rate` | step of the server |
+| eta | `learning_rate` | the server's step size |
 
     send g^n_j for every tensor j that is not hidden
     w_j <- w_j - eta (1/N) sum_n g^n_j  (Eq. 10 and 12 without masks);  E_pos <- E_pos
@@ -22,14 +23,14 @@ Formal guarantees: none (epsilon is infinite). The hidden gradient may be comput
 
 | case | result |
 |---|---|
-| hidden tensors | the server's initial values in every round, bit for bit: no step, no decay, no moments |
+| hidden tensors | keep the server's initial values in every round, bit for bit: no step, no decay, no moments |
 | `hidden` matches no tensor | ConfigError at the start: nothing would be withheld |
 | `hidden` matches every tensor | an upload without fields; nothing changes |
 | exchange = "epoch" | the hidden tensors train locally; their change is dropped at the end of each participation |
-| no upload | everything stays |
+| no upload | nothing changes |
 
 Differences from the paper: none in the rule. `exchange = "epoch"`, server Adam and `weighted` are ours, as in
-`random_binary`. It is `random_binary` with R = 1 for the hidden tensors and R = 0 for all others, bit for bit.
+`random_binary`. This method is `random_binary` with R = 1 for the hidden tensors and R = 0 for all others, bit for bit.
 """
 
 from __future__ import annotations
@@ -62,11 +63,10 @@ class FixedPosition(FedSgdMethod):
 
     Attributes:
         hidden: regular expression, searched in tensor names; matching tensors are withheld.
-        exchange: what a client sends: the gradient of one "batch", or the pseudo-gradient of local epochs
-            ("epoch").
+        exchange: a client's upload: the gradient of one "batch", or the pseudo-gradient of local epochs ("epoch").
         optimiser: the server's optimizer.
-        learning_rate: eta; None: 1 with exchange = "epoch" and SGD, otherwise 1e-4.
-        weighted: weight every client with its number of examples.
+        learning_rate: eta; None means 1 with exchange = "epoch" and SGD, and otherwise 1e-4.
+        weighted: weight each client by its number of examples.
         adapter: the trained parameters.
         wire_dtype: dtype on the wire in both directions; sums are always fp32.
     """
@@ -104,7 +104,7 @@ class FixedPosition(FedSgdMethod):
         return None, Payload(cast_to({n: gradient[n] for n in self._sent(trainer.spec)}, self.wire_dtype))
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """Return the uploaded gradients with weight n_k or 1."""
+        """Return the uploaded gradients, with weight n_k or 1."""
         return weighted_contributions(payload_tensors(payload), float(num_examples) if self.weighted else 1.0)
 
     def layout(self, spec: Spec) -> MessageLayout:

@@ -3,17 +3,18 @@
 Wang, Shen, He, Sun, Guo, Wang, Li: FLoRA: Federated Fine-Tuning Large Language Models with Heterogeneous Low-Rank
 Adaptations. NeurIPS 2024. https://arxiv.org/abs/2409.05976
 
-The server stacks the clients' factors instead of averaging them: the stack's product is the mean of the clients'
-products. It goes into the base, and the next round starts from fresh factors. Sites may have different ranks.
+The server stacks the clients' factors instead of averaging them, and the product of the stacks is the mean of the
+clients' products. The server adds this product to the base, and the next round starts from fresh factors. Sites may
+have different ranks.
 
 | paper | code | shape, unit |
 |---|---|---|
 | A_k, B_k | `<module>.lora_A`, `<module>.lora_B`, their first r_k rows and columns | weights; A random, B zero |
 | r_k | `ranks[site]`, or the adapter's rank r | 1 to r |
-| p_k | `num_examples` over their sum over the cohort | |
+| p_k | `num_examples` divided by their sum over the cohort | |
 | A, B stacked | never formed: their product D_t is a sum over the clients | d_out x d_in |
-| Delta W, added up over rounds | `<module>.residual`: R_t | d_out x d_in, weights; zero at first |
-| W_0 | the base, which stays as it is: W_t = W_0 + scale R_t | |
+| Delta W, accumulated over rounds | `<module>.residual`: R_t | d_out x d_in, weights; zero at first |
+| W_0 | the base, which never changes: W_t = W_0 + scale R_t | |
 
     (A_k, B_k) <- local epochs on both, from (A_t of rank r_k, 0), over the base with R_t          (1, client)
     A = [p_1 A_1; ...; p_K A_K],   B = [B_1, ..., B_K]                                             (2, the stack)
@@ -23,33 +24,34 @@ products. It goes into the base, and the next round starts from fresh factors. S
 A client shares: both LoRA factors, possibly of the site's own rank; their mean product goes into the base. A client
 keeps: a copy of the change to the base.
 
-The client learns: A_t and R_t of every round it takes part in; of the others' products only their mean.
+The client learns: A_t and R_t of every round it takes part in, but only the mean of the other clients' products.
 The server learns: each client's trained A and B in full, and n_k; under secure aggregation, if it
 follows the protocol, the sum of B A.
 
-Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `fedveil.privacy.dp_sgd`. By construction:
+Formal guarantees: none by itself (epsilon is infinite); with `dp.*`, see `fedveil.privacy.dp_sgd`. By construction,
 R has no gradient, and no upload contains it.
 
-`fedveil.adapters.residual_aggregation` describes which part of R is broadcast, and what sites and server keep of it.
+`fedveil.adapters.residual_aggregation` describes which part of R is broadcast, and which parts the sites and the server
+keep.
 
 | case | result |
 |---|---|
-| no upload | R stays, and A_t too, bit for bit |
-| one upload | its product |
-| newcomer, a site that skipped rounds, or one that lost its files | gets the whole R |
-| a site in the last sums | gets factors of D, of rank at most sum_k r_k; the whole R if they would be no smaller |
-| an upload of another rank than the site's | refused |
-| secure aggregation | a site's vector has B_k A_k, d_out x d_in per layer. A rank that too few sites of the cohort
+| no upload | R and A_t stay unchanged, bit for bit |
+| one upload | D_t is that upload's product |
+| newcomer, or a site that skipped rounds or lost its files | gets the whole R |
+| a site in the last sums | gets factors of D, of rank at most sum_k r_k, or the whole R if that is no larger |
+| an upload with a different rank than the site's | refused |
+| secure aggregation | a site's vector includes B_k A_k, d_out x d_in per layer. A rank that too few sites in the cohort
   have is neither trained nor sent in that round, because it would show in the sum |
-| `fedveil audit` | the broadcasts reveal R and A_t: a site's start and its trained model are known to the bit |
-| the same under secure aggregation | only products are summed: the audit skips attacks on gradients, with the reason |
-| `final/` | one pair per layer, of the rank of R: up to the smaller of the layer's widths |
+| `fedveil audit` | the broadcasts reveal R and A_t, so a site's initial and trained models are known exactly |
+| the same under secure aggregation | only products are summed; the audit skips attacks on gradients and says why |
+| `final/` | one pair per layer with the rank of R, at most the smaller of the layer's widths |
 
-Differences from the paper: AdamW. The server draws A_t once for all clients of a round; in the paper each client
-draws its own. The paper sends the stack itself, which shows every client the others' factors. Here the server sends
-factors of the product, which are as small and show only the mean. One scale serves all ranks, that of the adapter.
+Differences from the paper: the optimizer is AdamW. The server draws A_t once for all clients in a round; in the paper
+each client draws its own. The paper sends the stack itself, which shows every client the others' factors. Here the
+server sends factors of the product, which are equally small and show only the mean. All ranks use the adapter's scale.
 Entries beyond a site's rank are zero and frozen, so a lower rank saves bytes but no computation. The paper's text was
-not available: the equations follow its abstract and others' accounts of it.
+not available: the equations follow its abstract and other authors' accounts of it.
 """
 
 from __future__ import annotations
@@ -78,14 +80,14 @@ __all__ = ["FLoRA"]
 @final
 @dataclass(frozen=True)
 class FLoRA(HeterogeneousRankMethod):
-    """Every client shares a pair of its own rank, and the mean of the products goes into the base.
+    """Every client shares a pair of its own rank, and the server adds the mean of the products to the base.
 
     Attributes:
         ranks: rank by site name, from 1 to the adapter's rank; all other sites have the adapter's rank.
-        adapter: LoRA with a residual, which no other adapter has.
+        adapter: LoRA with a residual; no other adapter has one.
         wire_dtype: dtype of A and B on the wire in both directions; sums and the residual are always fp32.
-        upload_bits: bits per code of the uploaded A and B, 2 to 8, with a scale per 256 weights; 0: not
-            quantized.
+        upload_bits: bits per entry of the uploaded A and B, 2 to 8, with one scale per 256 entries; 0 disables
+            quantization.
     """
 
     ranks: Mapping[str, int] = field(default_factory=dict)
@@ -95,12 +97,12 @@ class FLoRA(HeterogeneousRankMethod):
 
     @property
     def server_optimizer_conflict(self) -> str:
-        """Return the reason: the base takes exactly the part of the mean product that the factors do not."""
+        """Return why a server optimizer is refused: the base absorbs exactly the sum of the sites' products."""
         return "would move the base apart from the products that the sites have added to it"
 
     @property
     def sends_same_broadcast(self) -> bool:
-        """Return False: a site that has the residual gets only its change."""
+        """Return False: a site that already has the residual gets only its last change."""
         return False
 
     @property
@@ -109,7 +111,7 @@ class FLoRA(HeterogeneousRankMethod):
         return True
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
-        """Return (A_0, 0), and R_0, which is zero unless `weights` have one."""
+        """Return (A_0, 0), and R_0, which is zero unless `weights` include it."""
         pairs = {name: torch.zeros_like(w) for name, w in parse_factor_name(factor_names(weights), "B").items()}
         return residual_aggregation.start_state(spec, {**weights, **pairs})
 
@@ -121,7 +123,7 @@ class FLoRA(HeterogeneousRankMethod):
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Apply eq. 1, send a pair of the site's rank, and keep R_t, because the server sends only its changes."""
+        """Apply eq. 1, send a pair of the site's rank, and keep R_t, because the server later sends only changes."""
         rank, spec = self.rank_in_round(ctx.site, ctx), factor_names(trainer.spec)
         drawn = parse_factor_name({name: w for name, w in payload_tensors(down).items() if name in spec}, "A")
         zero = {name: torch.zeros(tensor.shape) for name, tensor in parse_factor_name(spec, "B").items()}
@@ -132,7 +134,7 @@ class FLoRA(HeterogeneousRankMethod):
         return new_state, Payload(self._uploads.sent(heterogeneous_ranks.cut_to_rank(trained_pairs, rank)))
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """Return n_k B_k A_k, and n_k."""
+        """Return n_k B_k A_k, and n_k itself."""
         return ClientContributions(residual_aggregation.factor_products(self._uploads.opened(payload), num_examples))
 
     def aggregate_shapes(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
@@ -149,11 +151,11 @@ class FLoRA(HeterogeneousRankMethod):
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """Return one model, the server's, whose B is zero. A site's copy of R equals the server's."""
+        """Return one model, the server's, with B = 0. Each site's copy of R is the same as the server's."""
         return {"server": residual_aggregation.server_model(server)}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Declare, down, A with R, the factors of R's last change, or neither; up, both factors at the site's rank."""
+        """Declare A down, possibly with R or the factors of its last change; up, a pair of the site's rank."""
         pairs = factor_names(spec)
         up = heterogeneous_ranks.rank_fields(self._uploads.fields(pairs), self.ranks)
         return MessageLayout(

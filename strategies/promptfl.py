@@ -1,10 +1,10 @@
 """PromptFL.
 
 Guo, Guo, Wang, Tang, Xu: PromptFL: Let Federated Participants Cooperatively Learn Prompts Instead of Models. IEEE
-Transactions on Mobile Computing 2023. https://arxiv.org/abs/2208.11625. The prompt is that of CoOp (Zhou et al. 2022).
+Transactions on Mobile Computing 2023. https://arxiv.org/abs/2208.11625. The prompt follows CoOp (Zhou et al. 2022).
 
-All clients train one prompt, which precedes the class names of a frozen CLIP. The server averages it as FedAvg
-averages weights.
+All clients train one prompt, which precedes the class names of a frozen CLIP model. The server averages it just as
+FedAvg averages weights.
 
 | paper | code | shape, unit |
 |---|---|---|
@@ -23,10 +23,11 @@ Formal guarantees: none (epsilon is infinite).
 
 | case | result |
 |---|---|
-| no upload | the prompt stays, bit for bit |
+| no upload | the prompt stays unchanged, bit for bit |
 | the same adapter under FedAvg | the same run, bit for bit |
 
-Differences from the paper: AdamW instead of SGD with rate 0.001; the mean is over the cohort of the round.
+Differences from the paper: the optimizer is AdamW instead of SGD with learning rate 0.001; the mean is over the round's
+cohort.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class PromptFL(WeightAveragingMethod):
     Attributes:
         adapter: a prompt of form "one".
         wire_dtype: dtype on the wire in both directions; sums are always fp32.
-        upload_bits: bits per code of uploaded weights, 2 to 8, with a scale per 256 weights; 0: not quantized.
+        upload_bits: bits per uploaded weight, 2 to 8, with one scale per 256 weights; 0 disables quantization.
     """
 
     adapter: PromptAdapter = field(default_factory=PromptAdapter)
@@ -63,7 +64,7 @@ class PromptFL(WeightAveragingMethod):
 
     def __post_init__(self) -> None:
         prompt_tensors.check_form(self.adapter, ("one",))
-        self._uploads  # noqa: B018  # it checks the bits
+        self._uploads  # noqa: B018  # this access checks upload_bits
 
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext

@@ -1,53 +1,53 @@
 """Random binary weights for gradients.
 
-Sawada, Imaizumi, Kiya: random binary weights for privacy-preserving federated learning of the Vision Transformer.
+Sawada, Imaizumi, Kiya: Random binary weights for privacy-preserving federated learning of the Vision Transformer.
 Each client multiplies its gradient entry by entry with a random binary mask and sends the product.
 
 | paper | code | shape, unit |
 |---|---|---|
 | w | the weights in `server.tensors` | every tensor of the adapter |
-| R | `rate` | probability that an entry of the mask is zero; a map gives each tensor its own |
-| B^n | `random_masks.expand_mask`, or the bits received | one bit an entry of the gradient |
+| R | `rate` | probability that a mask entry is zero; a map gives each tensor its own probability |
+| B^n | `random_masks.expand_mask`, or the received bits | one bit per gradient entry |
 | g^n | `fedsgd.gradient` | gradient of client n: one batch, or w minus its locally trained weights |
 | c | sum of the masks, see `fedveil.contract.contributions` | clients (or examples) behind an entry |
-| eta | `learning_rate` | step of the server |
+| eta | `learning_rate` | the server's step size |
 
     g'^n = B^n o g^n,  B^n ~ Bernoulli(1 - R) for every entry                          (Eq. 10, on the client)
     w <- w - eta (sum_n g'^n) / (sum_n B^n)  where sum_n B^n > 0; unchanged elsewhere   (Eq. 12, on the server)
     updates of one entry in m epochs by N clients ~ Binomial(m, 1 - R^N); locked: m with probability 1 - R^N, else 0
-                                                (Eq. 13, corrected: it is printed with R^{n(1-f)} for R^{n(m-f)})
+                                            (Eq. 13, corrected: the paper prints R^{n(1-f)} instead of R^{n(m-f)})
 
 A client shares: the entries of its gradient that a random mask selects; masks are drawn for each batch or
 epoch, or once. A client keeps: the other entries.
 
 The client learns: the weights of every round it takes part in.
-The server learns: each client's surviving gradient entries, bit for bit, with their places. Masks are public:
-explicit bits, a key that the server expands, or visible zeros. Several masks of one client together hide
+The server learns: each client's surviving gradient entries, bit for bit, with their positions. Masks are public:
+explicit bits, a key that the server expands, or visible zeros. Taken together, several masks of one client hide
 almost no entry.
 
 Formal guarantees: none (epsilon is infinite). A mask omits entries; it does not protect the others.
 
 | case | result |
 |---|---|
-| an entry that every client masked (c = 0) | unchanged bit for bit: no step, no decay, no moments, no step count |
+| an entry that every client masked (c = 0) | unchanged, bit for bit: no step, no decay, no moments, no step count |
 | no upload | the state does not change |
-| R = 0 for a tensor | it is sent whole, without a mask, in every wire form: equal to FedSGD bit for bit |
+| R = 0 for a tensor | the full tensor is sent without a mask in every wire format; this is FedSGD, bit for bit |
 | R = 1 for a tensor | it is never sent and never changes; if all tensors have R = 1, uploads have no fields |
 | a true zero in the gradient | explicit, seeded: counted in c, as in Eq. 12. implicit: the server cannot distinguish it
   from a masked entry and does not count it in c, which moves the mean away from zero; the same holds for values that
   half precision rounds to zero |
-| wire = "seeded", several R | 32 bytes for each distinct R strictly between 0 and 1 |
-| a mask of a wrong shape | the layout refuses it |
-| more or fewer values than the mask has ones | `check` refuses the upload |
-| mask_period = "batch" with exchange = "epoch" | one mask per round, because single batches are not exchanged |
-| mask_period = "never", and the site lost its private state | the site draws another mask and keeps that one |
+| wire = "seeded", several values of R | 32 bytes for each distinct R strictly between 0 and 1 |
+| a mask of the wrong shape | the layout refuses it |
+| more or fewer values than ones in the mask | `check` refuses the upload |
+| mask_period = "batch" with exchange = "epoch" | one mask per round, because individual batches are not exchanged |
+| mask_period = "never", and the site lost its private state | the site draws a new mask and keeps it |
 | buffers | none: adapters have only parameters |
 
 Differences from the paper: `exchange = "epoch"` sends a pseudo-gradient after local epochs, which a deployment can
 afford. The server's Adam counts steps per entry. `weighted` puts n_k into both sums of Eq. 12; the paper has no
 weights. R may differ by tensor. With `exchange = "batch"` every exchange draws a new batch, so `epoch_batches`
-exchanges form an epoch of the masks only. Of 300 examples, 19 batches of 16 use about 190; the paper's batches use all.
-The paper sends zeros in place (`implicit`); here the default is the explicit form.
+exchanges form an epoch of the masks only. With 300 examples, 19 batches of 16 cover about 190; the paper's batches
+cover all. The paper sends zeros in place (`implicit`); here the default is the explicit form.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ from fedveil.wire.seeded_masks import KEY_BYTES, SeededMaskCodec
 
 __all__ = ["RandomBinary"]
 
-_MASK = "mask."  # a tensor's bits on the wire
-_KEY = "key."  # on the wire, the key of all masks with one `keep`
+_MASK = "mask."  # prefix on the wire of a tensor's mask bits
+_KEY = "key."  # prefix on the wire of the key for all masks with the same `keep`
 
 
 @final
@@ -87,22 +87,21 @@ class RandomBinary(FedSgdMethod):
     """Clients send gradients with random entries left out.
 
     Attributes:
-        rate: R, from 0 to 1: one for all tensors, or a map from regular expressions to rates. Expressions are
+        rate: R, from 0 to 1: one rate for all tensors, or a map from regular expressions to rates. Expressions are
             searched in tensor names; the first match wins, and R is 0 without a match.
         mask_period: when a client draws a new mask: every "batch", every "epoch", or "never" (locked).
-        epoch_batches: exchanges that make an epoch, for mask_period = "epoch" with exchange = "batch".
-        exchange: what a client sends: the gradient of one "batch", or the pseudo-gradient of local epochs
-            ("epoch").
-        wire: "explicit" (surviving values, bits), "implicit" (zeros in place), "seeded" (surviving values, a
-            key).
+        epoch_batches: number of exchanges per epoch, for mask_period = "epoch" with exchange = "batch".
+        exchange: a client's upload: the gradient of one "batch", or the pseudo-gradient of local epochs ("epoch").
+        wire: "explicit" (surviving values and mask bits), "implicit" (zeros in place), or "seeded" (surviving values
+            and a key).
         optimiser: the server's optimizer.
-        learning_rate: eta; None: 1 with exchange = "epoch" and SGD, otherwise 1e-4.
-        weighted: weight every client with its number of examples.
+        learning_rate: eta; None means 1 with exchange = "epoch" and SGD, and otherwise 1e-4.
+        weighted: weight each client by its number of examples.
         adapter: the trained parameters.
         wire_dtype: dtype on the wire in both directions; sums are always fp32.
     """
 
-    version: ClassVar[int] = 2  # 1 drew its masks from AES
+    version: ClassVar[int] = 2  # version 1 drew its masks from AES
     rate: float | Mapping[str, float] = 0.5
     mask_period: Literal["batch", "epoch", "never"] = "epoch"
     epoch_batches: int = 1
@@ -121,12 +120,12 @@ class RandomBinary(FedSgdMethod):
 
     @property
     def has_masked_terms(self) -> bool:
-        """Return True, also at R = 0, where every entry is sent."""
+        """Return True, even at R = 0, where every entry is sent."""
         return True
 
     @property
     def has_partial_uploads(self) -> bool:
-        """Return whether any tensor has masks that sites draw; at R = 0 and R = 1 all sites send the same entries."""
+        """Return whether sites draw masks for any tensor; at R = 0 and R = 1, all sites send the same entries."""
         rates = self.rate.values() if isinstance(self.rate, Mapping) else [self.rate]
         return any(random_masks.is_random(1.0 - rate) for rate in rates)
 
@@ -179,14 +178,14 @@ class RandomBinary(FedSgdMethod):
         return keys, FederatedState({}, {"keys": {repr(k): key.hex() for k, key in keys.items()}, "used": used + 1})
 
     def check(self, payload: Payload, spec: Spec) -> None:
-        """Raise WireError unless every tensor has as many values as its mask has ones."""
+        """Raise WireError unless each tensor's number of values matches the number of ones in its mask."""
         if self.wire == "implicit":
             return
         for name, mask in self._masks(payload, {n: t.shape for n, t in spec.items()}):
             random_masks.check_count(name, cast(Tensor, payload.fields[name]), mask)
 
     def _masks(self, payload: Payload, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield an upload's masks by tensor, one at a time, for tensors that are partly sent."""
+        """Yield an upload's masks one tensor at a time, for partially sent tensors."""
         keep = random_masks.keep_probability(self.rate, shapes)
         if self.wire == "seeded":
             keys = {k: payload.fields[_key_name(k)] for k in set(keep.values()) if random_masks.is_random(k)}
@@ -199,7 +198,7 @@ class RandomBinary(FedSgdMethod):
     def surviving(
         self, payload: Payload, shapes: Mapping[str, tuple[int, ...]]
     ) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Yield each uploaded tensor's name, values (zero where masked) and mask (None: sent whole)."""
+        """Yield each uploaded tensor's name, values (zero where masked) and mask (None if it was sent in full)."""
         fields = cast("Mapping[str, Tensor]", payload.fields)
         for name in (n for n, k in random_masks.keep_probability(self.rate, shapes).items() if k == 1.0):
             yield name, fields[name], None
@@ -219,12 +218,12 @@ class RandomBinary(FedSgdMethod):
         )
 
     def aggregate_shapes(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of the weights of every tensor that is sent; masked tensors have one weight per entry."""
+        """Return the weights' shape for every tensor that is sent; masked tensors have one weight per entry."""
         keep = random_masks.keep_probability(self.rate, spec)
         return {n: t.shape if random_masks.is_random(keep[n]) else () for n, t in spec.items() if keep[n] > 0}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Declare every tensor down; up whole if R = 0, omitted if R = 1, and otherwise as `wire` says."""
+        """Declare every tensor down; up, in full if R = 0, omitted if R = 1, and otherwise in the format of `wire`."""
         keep = random_masks.keep_probability(self.rate, spec)
         fields = dense_fields(spec, "down", self.wire_dtype)
         fields += dense_fields({n: t for n, t in spec.items() if keep[n] == 1.0}, "up", self.wire_dtype)

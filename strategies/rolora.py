@@ -15,30 +15,30 @@ Clients train and share one LoRA factor in each round: B in even rounds, A in od
     t odd:  A_i <- local epochs only on A, from (A_t, B_t);  A_{t+1} = sum_i (n_i / m_t) A_i,  B_{t+1} = B_t     (2)
     t even: sum_i (n_i / m_t) B_i A_t = B_{t+1} A_{t+1};  t odd: sum_i (n_i / m_t) B_t A_i = B_{t+1} A_{t+1}      (3)
 
-By (3) the mean of the products is exact in every round, as in FFA-LoRA; but over two rounds both factors are learnt.
+By (3), the mean of the products is exact in every round, as in FFA-LoRA, but both factors are learned over two rounds.
 All clients train the same factor in a round, whereas FedRand's clients draw a factor and keep the other.
 
 A client shares: the LoRA factor that the round trains: B, then A. A client keeps: nothing.
 
 The client learns: (A_t, B_t) of every round it takes part in.
-The server learns: each client's trained factor of the round in full, and n_i. It sent the other factor, so it has
+The server learns: each client's trained factor of the round in full, and n_i. It sent the other factor, so it knows
 the client's whole model.
 
-Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `fedveil.privacy.dp_sgd`. By construction:
-no upload contains both factors, or the factor that is not trained in its round.
+Formal guarantees: none by itself (epsilon is infinite); with `dp.*`, see `fedveil.privacy.dp_sgd`. By construction,
+no upload contains both factors, or the factor that is not trained in that round.
 
 | case | result |
 |---|---|
 | round 0 | B is trained, because A has no gradient while B is zero |
-| in a step | the other factor has no gradient, no optimiser state, no weight decay, and no part in a gradient's norm |
+| in a step | the other factor has no gradient, optimizer state or weight decay, and does not count in gradient norms |
 | an upload with the factor of another round | the mean ignores it |
-| no upload | both factors stay, bit for bit; the next round still trains the other factor |
+| no upload | both factors stay unchanged, bit for bit; the next round still trains the other factor |
 | a site that skipped rounds, or lost its files | no effect: a site keeps no state |
 
-Differences from the paper: AdamW; the mean is over the cohort of the round and weighted with n_i. Both factors are in
-every broadcast, although a site of the last round lacks only one. So a site keeps no state. The paper's text was not
-available. B comes first as in code that others published, and because of the gradients at B = 0; accounts of the
-paper disagree about which factor it calls A.
+Differences from the paper: the optimizer is AdamW; the mean is over the round's cohort and weighted by n_i. Both
+factors are in every broadcast, although a site from the last round lacks only one. So a site keeps no state. The
+paper's text was not available. B comes first, as in code published by others, and because A has no gradient at B = 0;
+accounts of the paper disagree about which factor it calls A.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class RoLoRA(LoraAveragingMethod):
     Attributes:
         adapter: LoRA; no other adapter has factors.
         wire_dtype: dtype on the wire in both directions; sums are always fp32.
-        upload_bits: bits per code of the uploaded factor, 2 to 8, with a scale per 256 weights; 0: not
-            quantized.
+        upload_bits: bits per entry of the uploaded factor, 2 to 8, with one scale per 256 entries; 0 disables
+            quantization.
     """
 
     adapter: LoraAdapter = field(default_factory=LoraAdapter)
@@ -85,7 +85,7 @@ class RoLoRA(LoraAveragingMethod):
         return None, Payload(self._uploads.sent(parse_factor_name(trained, side)), side)
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """Return n_i times the factor of the round, and n_i."""
+        """Return the round's factor times n_i, and n_i itself."""
         return weighted_contributions(
             parse_factor_name(self._uploads.opened(payload), _trained(ctx.round)), num_examples
         )

@@ -3,7 +3,7 @@
 Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: SCAFFOLD: Stochastic Controlled Averaging for Federated Learning.
 ICML 2020. https://arxiv.org/abs/1910.06378
 
-A client corrects each of its steps by the difference between all clients' mean gradient and its own gradient.
+Each client corrects its steps by the difference between the mean gradient of all clients and its own gradient.
 
 | paper | code | shape, unit |
 |---|---|---|
@@ -11,7 +11,7 @@ A client corrects each of its steps by the difference between all clients' mean 
 | c | `control.<name>` in `server.tensors` | gradients; zero at first |
 | c_i | `control.<name>` in the private state | gradients; zero at first |
 | g_i(x) | `trainer.gradient` | of the mean loss of one batch |
-| S, N | the cohort; `server.scalars["seen"]`, sorted | clients; all clients whose upload was ever in a sum |
+| S, N | the cohort; `server.scalars["seen"]`, sorted | clients; all clients that ever had an upload in a sum |
 | n_i, m | `num_examples`, their sum over the cohort | examples |
 
     y_i <- y_i - step on (g_i(y_i) - c_i + c), from y_i = x                          (Algorithm 1, line 10)
@@ -24,27 +24,27 @@ The correction is the gradient of the linear term <c - c_i, y>, which the traine
 A client shares: all trained weights, and the change of a gradient that corrects its steps. A client keeps: nothing.
 
 The client learns: x and c of every round it takes part in; c is the mean of the last gradients of all clients.
-The server learns: each client's trained weights in full, n_i, and the change of c_i. The sum of these changes is
+The server learns: each client's trained weights in full, n_i, and the change of c_i. These changes add up to
 c_i = g_i(x), the plain gradient of one batch at weights that the server chose. That is more than under FedAvg, and
-it is the input that gradient inversion needs. Under secure aggregation, if it follows the protocol, the server
-learns the sums of both.
+it is the input that gradient inversion needs. Under secure aggregation, a server that follows the protocol learns only
+the sums of both.
 
 Formal guarantees: none (epsilon is infinite). `dp.*` is refused, because no accountant covers the plain gradient.
 
 | case | result |
 |---|---|
-| c = c_i = 0, so in round 0 | the clients' steps are FedAvg's |
+| c = c_i = 0, as in round 0 | the clients take the same steps as in FedAvg |
 | one client | c = c_i: no correction |
-| all clients in every round | c is the mean of the c_i, weighted with n_i |
+| all clients in every round | c is the mean of the c_i, weighted by n_i |
 | newcomer | c_i = 0 |
-| a site that lost its private state | c_i = 0: it sends a whole gradient as a change again, and c keeps that error |
-| no upload | x and c stay, bit for bit |
+| a site that lost its private state | c_i = 0: it sends its full gradient as a change again, and c keeps that error |
+| no upload | x and c stay unchanged, bit for bit |
 
 Differences from the paper: the optimizer is AdamW, which scales the corrected gradient, instead of SGD. Option II
 takes (x - y_i) / (K eta) as the mean gradient, which is correct only under plain SGD. This file therefore uses
-option I, with one batch. The paper's g_i is stochastic too, but its text speaks of a pass over the local data.
-Option I costs one more gradient per participation. The means are weighted with n_i. N is the number of clients
-seen so far, because later clients are unknown. The wire carries twice the tensors of FedAvg, in both directions.
+option I, with one batch. The paper's g_i is stochastic too, but the text describes a pass over the local data.
+Option I costs one extra gradient per participation. The means are weighted by n_i. N is the number of clients
+seen so far, because later clients are unknown. Messages carry twice as many tensors as in FedAvg, in both directions.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, pay
 
 __all__ = ["CONTROL", "Scaffold"]
 
-CONTROL = "control."  # before the name of a tensor: of its control variate
+CONTROL = "control."  # prefix that turns a tensor's name into the name of its control variate
 
 
 @final
@@ -102,14 +102,14 @@ class Scaffold(WeightAveragingMethod):
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Run line 12, then line 10; send y_i and the change of c_i, and keep c_i as the server can add it up."""
+        """Run line 12, then line 10; send y_i and the change of c_i, and keep c_i as the server would add it up."""
         spec, received = trainer.spec, payload_tensors(down)
         start = as_spec({name: received[name] for name in spec}, spec)
         own = private.tensors if private else _zeros(spec)
         gradient = {name: g.detach().to("cpu", torch.float32) for name, g in trainer.gradient(start).weights.items()}
         change = cast_to({CONTROL + name: g - own[CONTROL + name] for name, g in gradient.items()}, self.wire_dtype)
         drift = {name: received[CONTROL + name].float() - own[CONTROL + name] for name in spec}
-        # Train last, so that its report is that of the client round.
+        # Train last, so that the client round reports this training.
         trained = trainer.train(start, penalty=_along(drift)).weights
         new_control = {name: own[name] + moved.float() for name, moved in change.items()}
         return FederatedState(new_control), Payload({**cast_to(trained, self.wire_dtype), **change})
@@ -130,11 +130,11 @@ class Scaffold(WeightAveragingMethod):
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """Return one model: x."""
+        """Return the server's model, x."""
         return {"server": {n: w for n, w in server.tensors.items() if not n.startswith(CONTROL)}}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Declare, in both directions: every tensor, and c or the change of c_i."""
+        """Declare, in both directions, every tensor and its part of c (down) or of the change of c_i (up)."""
         return MessageLayout(self._fields(spec, "down") + self._fields(spec, "up"))
 
     def _fields(self, spec: Spec, direction: Direction) -> tuple[WireField, ...]:
@@ -147,7 +147,7 @@ def _zeros(spec: Spec) -> dict[str, Tensor]:
 
 
 def _along(drift: Weights) -> Penalty:
-    """Return the penalty <drift, y>, whose gradient is the drift; it copies the drift to the weights' device once."""
+    """Return the penalty <drift, y>, whose gradient is the drift. The drift is copied to the weights' device once."""
     there: dict[str, Tensor] = {}
 
     def penalty(now: Weights) -> Tensor:

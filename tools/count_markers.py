@@ -1,9 +1,9 @@
-"""Count words that mark hard English in the documentation and in docstrings, per 10,000 words.
+"""Count words that indicate awkward English in the documentation and in docstrings, per 10,000 words.
 
     python tools/count_markers.py            # print the table
-    python tools/count_markers.py --lines    # also print each place
+    python tools/count_markers.py --lines    # also print each occurrence
 
-| marker | counted |
+| marker | what is counted |
 |---|---|
 | noun "What" | sentences, cells and items that begin with "What" and do not end with a question mark |
 | whoever, nobody, somebody, whatever | these words |
@@ -40,10 +40,10 @@ MARKERS = {
 
 @dataclass(frozen=True)
 class Text:
-    """A text to count in.
+    """A text to search for markers.
 
     Attributes:
-        name: the file's path, with the line where the text begins.
+        name: the file's path, with the line number where the text begins.
         prose: the text without code.
     """
 
@@ -71,14 +71,14 @@ def strip_examples(docstring: str) -> str:
 
 
 def read_pages(root: Path) -> Iterator[Text]:
-    """Yield README.md and each page of docs/."""
+    """Yield README.md and each page in docs/."""
     for page in (root / "README.md", *sorted((root / "docs").rglob("*.md"))):
         if page.is_file():
             yield Text(page.relative_to(root).as_posix(), strip_code(page.read_text(encoding="utf-8")))
 
 
 def read_docstrings(root: Path, packages: Sequence[str] = PACKAGES) -> Iterator[Text]:
-    """Yield each docstring of the packages. Links are not followed, because each leads to another package."""
+    """Yield each docstring in the packages. Links are not followed, because each leads to another package."""
     for package in packages:
         for folder, folders, files in os.walk(root / package):
             folders[:] = sorted(f for f in folders if not (Path(folder) / f).is_symlink() and not f.startswith("."))
@@ -93,7 +93,7 @@ def read_docstrings(root: Path, packages: Sequence[str] = PACKAGES) -> Iterator[
 
 
 def find_markers(text: Text) -> Iterator[tuple[str, str]]:
-    """Yield each marker of a text with its line."""
+    """Yield each marker in a text with its line."""
     lines = text.prose.splitlines()
     for marker, pattern in MARKERS.items():
         for match in pattern.finditer(text.prose):
@@ -106,9 +106,9 @@ def per_ten_thousand(count: int, words: int) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table, and with --lines the places; return 0."""
+    """Print the table and, with --lines, the occurrences; return 0."""
     parser = argparse.ArgumentParser(prog="python tools/count_markers.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--lines", action="store_true", help="print each place too")
+    parser.add_argument("--lines", action="store_true", help="also print each occurrence")
     args = parser.parse_args(argv)
     groups = {"README and docs": list(read_pages(ROOT)), "docstrings": list(read_docstrings(ROOT))}
     groups["together"] = [text for texts in groups.values() for text in texts]

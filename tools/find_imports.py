@@ -1,4 +1,4 @@
-"""Check that pyright finds each import of this project's own modules, as an editor must.
+"""Check that pyright can resolve every import of this project's own modules, as an editor must.
 
     python tools/find_imports.py .venv/check/bin/basedpyright --pythonpath .venv/bin/python
 
@@ -17,16 +17,16 @@ _OWN = re.compile(r'Import "(fedveil|fedveil_bench|benchmarks|tests|tools)\b')
 
 
 def unresolved(report: dict[str, Any]) -> list[str]:
-    """Return "file:line: message" for each import of ours that is not found.
+    """Return "file:line: message" for each unresolved import of our own modules.
 
     Args:
-        report: output of pyright with `--outputjson`.
+        report: pyright's output with `--outputjson`.
 
     Raises:
-        ValueError: pyright read no file.
+        ValueError: pyright read no files.
     """
     if not report["summary"]["filesAnalyzed"]:
-        raise ValueError("pyright: expected files of ours, found none; see [tool.basedpyright]")
+        raise ValueError("pyright: expected project files, found none; see [tool.basedpyright]")
     return [
         f"{entry['file']}:{entry['range']['start']['line'] + 1}: {entry['message']}"
         for entry in report["generalDiagnostics"]
@@ -35,7 +35,7 @@ def unresolved(report: dict[str, Any]) -> list[str]:
 
 
 def main(command: list[str]) -> int:
-    """Run pyright by `command`; return 1 if an import is not found."""
+    """Run pyright with `command`; return 1 if an import is not found."""
     done = subprocess.run([*command, "--outputjson"], capture_output=True, text=True, check=False)
     try:
         report = json.loads(done.stdout)

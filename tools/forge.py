@@ -1,4 +1,4 @@
-"""Forge messages as a hostile sender can: any header with a correct checksum."""
+"""Forge messages as a hostile sender could, with any header and a correct checksum."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fedveil.wire.header import PREFIX
 
 
 def text_of(data: bytes) -> bytes:
-    """Return the JSON of a valid message's header."""
+    """Return the header of a valid message as JSON text."""
     return zlib.decompress(data[PREFIX : PREFIX + _length(data)])
 
 
 def header_of(data: bytes) -> dict[str, Any]:
-    """Return the header of a valid message."""
+    """Return the header of a valid message, parsed."""
     return json.loads(text_of(data))
 
 
@@ -34,7 +34,7 @@ def with_text(data: bytes, text: bytes) -> bytes:
 
 
 def with_header(data: bytes, **changes: Any) -> bytes:
-    """Return the message with changed values in its header."""
+    """Return the message with header values changed."""
     return with_text(data, json.dumps(header_of(data) | changes, separators=(",", ":")).encode())
 
 

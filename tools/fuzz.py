@@ -1,7 +1,7 @@
-"""Mutate messages and text files like a hostile sender or a broken disk (see tests/test_fuzz.py).
+"""Mutate messages and text files, as a hostile sender or a broken disk would (see tests/test_fuzz.py).
 
-A mutation of a message is drawn from a sender's possible actions: damage bytes, cut or extend the message, put any
-value anywhere in the header, change a field's bytes; and make all checksums correct again, which chance never would.
+A message is mutated as a sender could change it: damage bytes, truncate or extend the message, put any value anywhere
+in the header, or change a field's bytes. Checksums are then corrected, which chance alone would never do.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def message(data: bytes, draw: random.Random) -> bytes:
         try:
             data = draw.choice(_MESSAGE)(data, draw)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, zlib.error):
-            data = _bytes(data, draw)  # an earlier mutation has left no header to change
+            data = _bytes(data, draw)  # an earlier mutation destroyed the header
     return data
 
 
 def text(content: str, draw: random.Random) -> bytes:
-    """Apply one to four mutations to a text file, which may then be invalid text."""
+    """Apply one to four mutations to a text file; the result may not be valid text."""
     return mutate_bytes(content.encode(), draw)
 
 
@@ -113,7 +113,7 @@ def _header_stream(data: bytes, draw: random.Random) -> bytes:
 
 
 def _form(data: bytes, draw: random.Random) -> bytes:
-    """Write the same content in another form: spaces, key order, a padding bit after a field."""
+    """Write the same content in a different form: spaces, key order, or a padding bit after a field."""
     header = header_of(data)
     place, padding = len(data), []
     for entry in reversed(header["fields"]):
@@ -146,5 +146,5 @@ def _field(data: bytes, draw: random.Random) -> bytes:
 
 _MESSAGE: tuple[Callable[[bytes, random.Random], bytes], ...] = (
     *(_bytes, _cut, _extended, _header_shape, _header_text, _header_stream, _form),
-    *(_header_value, _header_value, _field, _field),  # twice, because these reach furthest
+    *(_header_value, _header_value, _field, _field),  # twice, because these get furthest
 )

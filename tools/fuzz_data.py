@@ -1,9 +1,9 @@
-"""Mutate data files and read them as a site does: each gives rows, or one error that names the file.
+"""Mutate data files and read them as a site would: each must give rows, or an error that names the file.
 
     python -m tools.fuzz_data 100000 --seed 7        prints the counts; exits with 1 if a case is wrong
 
-A case is one file of JSON Lines, CSV, JSON, Parquet or Arrow, or one image, with one to four mutations. A child process
-reads the cases, so that one that ends or fills the process is found too. Case N of a seed is the same in every run.
+A case is one JSON Lines, CSV, JSON, Parquet or Arrow file, or one image, with one to four mutations. A child process
+reads the cases, so that crashes and memory exhaustion are detected too. Case N of a seed is the same in every run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 from tools import fuzz
 
-MARK = "Quendolin"  # in each value, so that no message may have it
+MARK = "Quendolin"  # part of every value, so it must not appear in any message
 KINDS = ("jsonl", "csv", "json", "csv.gz", "parquet", "arrow", "image")
 _MOST_SECONDS = 30.0  # of CPU
 _MOST_BYTES = 8 << 30  # of a child's address space
@@ -34,7 +34,7 @@ _LONGEST = 2000  # characters of a message
 
 
 def make_case(seed: int, number: int) -> tuple[str, bytes]:
-    """Return the ending and the content of a mutated file."""
+    """Return the file extension and the content of a mutated file."""
     draw = random.Random(f"{seed} {number}")
     kind = KINDS[number % len(KINDS)]
     content = _SEEDS[kind](draw)
@@ -42,7 +42,7 @@ def make_case(seed: int, number: int) -> tuple[str, bytes]:
 
 
 def _flip_bytes(content: bytes, draw: random.Random) -> bytes:
-    """Change one to three bits, which leaves most files readable in part."""
+    """Change one to three bits, which leaves most files partly readable."""
     changed = bytearray(content)
     for _ in range(draw.randint(1, 3)):
         changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
@@ -50,7 +50,7 @@ def _flip_bytes(content: bytes, draw: random.Random) -> bytes:
 
 
 def judge_case(kind: str, content: bytes, folder: Path) -> str:
-    """Return "rows" or "refused"; otherwise what is wrong with the reading of a file."""
+    """Return "rows" or "refused"; otherwise describe what went wrong when reading the file."""
     from fedveil.errors import TaskError
 
     file = folder / f"train.{kind}"
@@ -66,13 +66,13 @@ def judge_case(kind: str, content: bytes, folder: Path) -> str:
         verdict, text = "refused", str(error)
         if str(folder) not in text and "row 7" not in text:
             verdict = f"no file in the message: {text[:300]}"
-        elif MARK in text and "expected column" not in text:  # the names of columns may be shown
+        elif MARK in text and "expected column" not in text:  # column names may be shown
             verdict = f"a value in the message: {text[:300]}"
         elif len(text) > _LONGEST:
             verdict = f"a message of {len(text)} characters: {text[:300]}"
         elif error.__cause__ is not None:
             verdict = f"an error that carries another one: {type(error.__cause__).__name__}"
-    except Exception as error:  # the case to find
+    except Exception as error:  # this is what the fuzzer searches for
         frames = _frames(error)
         verdict = f"{type(error).__name__}: {str(error)[:200]} at {frames}"
     finally:
@@ -203,7 +203,7 @@ _SEEDS: dict[str, Callable[[random.Random], bytes]] = {
 
 
 def run_cases(seed: int, first: int, last: int, out: Any = sys.stdout) -> None:
-    """Judge the cases from `first` to before `last`; write a line before and after each."""
+    """Judge the cases from `first` up to, but not including, `last`; write a line before and after each."""
     logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         for number in range(first, last):
@@ -213,7 +213,7 @@ def run_cases(seed: int, first: int, last: int, out: Any = sys.stdout) -> None:
 
 
 def search(seed: int, first: int, last: int) -> tuple[Counter[str], list[str]]:
-    """Judge the cases in child processes. Return how many had each verdict, and the wrong ones."""
+    """Judge the cases in child processes. Return the number of cases per verdict, and the wrong cases."""
     counts, wrong = Counter[str](), list[str]()
     while first < last:
         command = [sys.executable, "-m", "tools.fuzz_data", "--child", str(seed), str(first), str(last)]

@@ -1,22 +1,22 @@
-"""Run everything that needs a GPU in one command: the tests marked gpu and the GPU presets, with a table at the end.
+"""Run everything that needs a GPU with one command: the tests marked gpu and the GPU presets, with a table at the end.
 
     make gpu                            # on a machine with CUDA, in less than 10 minutes; installs nothing
-    make gpu ARGS=--dry-run             # the same on the CPU: quick presets, and three times the time
+    make gpu ARGS=--dry-run             # the same on the CPU: quick presets, and three times the time limit
     make gpu ARGS="--only core/training tests"
 
-It needs only Python to start: FedVeil need not be installed, and the output names missing requirements and how to copy
-them. A part with a missing requirement is "not run", never "passed". Each part has a share of the time; unused time
-goes to later parts. A part that takes longer is killed with all its child processes. The summary file is
-written after each part, because a borrowed machine may be taken back.
+It needs only Python to start: FedVeil need not be installed, and the output lists missing requirements and how to copy
+them. A part with a missing requirement is "not run", never "passed". Each part gets a share of the time, and unused
+time goes to later parts. A part that takes too long is killed with all its child processes. The summary file is written
+after each part, because a borrowed machine may be taken away.
 
 | exit code | |
 |---|---|
 | 0 | everything passed |
-| 1 | a part failed or exceeded its time |
-| 2 | there is no CUDA device, or an argument is wrong |
+| 1 | a part failed or exceeded its time limit |
+| 2 | there is no CUDA device, or an argument is invalid |
 | 3 | nothing failed, but a part was not run |
 
-make itself prints "Error 1" and so on, and exits with 2 for each code except 0.
+make itself prints "Error 1" and so on, and exits with 2 for every code except 0.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tools.sbom import canonical
 ROOT = Path(__file__).resolve().parent.parent
 _SECONDS = 560.0  # for all parts together, so that the total stays below 10 minutes
 _SUMMARY = "summary.json"
-_SLOWER = 3.0  # a CPU, in a dry run
+_SLOWER = 3.0  # time factor on a CPU, for a dry run
 
 _MODELS = (
     "dp-accounting",
@@ -56,7 +56,7 @@ _MODELS = (
 )
 _TESTS = ("beartype", "cryptography", "pycryptodome", "pydantic", "pytest", "typing-extensions", "xxhash", *_MODELS)
 _FEDERATION = (*CONSOLE, *_MODELS, "datasets", "flwr", "flwr-datasets", "grpcio", "pillow")
-# `quick`: the full form exceeds its share on a measured machine, or needs a base that is not bundled.
+# `quick`: the full form exceeded its share on a machine that was measured, or needs a base that is not bundled.
 PARTS = (
     Part("tests", 105, _TESTS),
     Part("fedqsn/speed", 60, (*CONSOLE, *_MODELS), quick=True),
@@ -77,7 +77,7 @@ try:
         of = torch.cuda.get_device_properties(0)
         about |= {"device": of.name, "memory_gb": round(of.total_memory / 1e9, 1), "devices": torch.cuda.device_count()}
         about |= {"capability": f"{of.major}.{of.minor}", "bf16": torch.cuda.is_bf16_supported()}
-except Exception as error:  # whatever keeps this torch from working is what the machine's owner has to read
+except Exception as error:  # the machine's owner must see why torch does not work
     about["error"] = f"{type(error).__name__}: {error}"
 print("\\n" + json.dumps(about))
 """
@@ -119,11 +119,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _chosen(argv: Sequence[str] | None) -> Chosen:
-    parser = argparse.ArgumentParser(prog="make gpu", description="runs all that wants a GPU")
+    parser = argparse.ArgumentParser(prog="make gpu", description="Run everything that needs a GPU.")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, with quick presets")
     parser.add_argument("--quick", action="store_true", help="every preset's quick form, for a slower GPU")
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], metavar="PART", help="these parts")
-    parser.add_argument("--seconds", type=float, help=f"for everything; {_SECONDS:.0f} unless said")
+    parser.add_argument("--seconds", type=float, help=f"time limit for everything; default: {_SECONDS:.0f}")
     parser.add_argument("--out", type=Path, help="folder for the JSON; default: benchmarks/results/gpu")
     args = parser.parse_args(argv)
     if args.seconds is not None and args.seconds <= 0:
@@ -139,7 +139,7 @@ def _chosen(argv: Sequence[str] | None) -> Chosen:
 
 
 def about_machine(place: Place) -> dict[str, Any]:
-    """Return Python, torch, CUDA, device and driver. A separate process queries torch, and so frees its memory."""
+    """Return Python, torch, CUDA, device and driver. A separate process queries torch, so that its memory is freed."""
     log = place.out / "machine.log"
     ended = place.child([sys.executable, "-c", _PROBE], log, 60)
     lines = log.read_text(errors="replace").splitlines()
@@ -147,12 +147,12 @@ def about_machine(place: Place) -> dict[str, Any]:
     if ended.code == 0:
         about |= json.loads(lines[-1])
     else:
-        about["error"] = f"asking torch ended with {ended.code}: {' '.join(lines[-1:])}"
+        about["error"] = f"the torch query ended with {ended.code}: {' '.join(lines[-1:])}"
     return {"python": platform.python_version(), **about, "driver": _driver(), "cores": len(os.sched_getaffinity(0))}
 
 
 def _driver() -> str | None:
-    """Return the driver version from the kernel module, which works without nvidia-smi too."""
+    """Return the driver version from the kernel module, which also works without nvidia-smi."""
     file = Path("/proc/driver/nvidia/version")
     return file.read_text().splitlines()[0].strip() if file.is_file() else None
 
@@ -182,7 +182,7 @@ def run_all(
     lacks: dict[str, str],
     keep: Callable[[list[Row]], None] = lambda rows: None,
 ) -> list[Row]:
-    """Run the parts in order. Each part has its share of `seconds`, plus the time left by earlier ones.
+    """Run the parts in order. Each part gets its share of `seconds`, plus any time left over from earlier parts.
 
     `keep` is called after each part with all rows so far.
     """
@@ -200,7 +200,7 @@ def run_all(
 
 
 def exit_code(rows: Sequence[Row]) -> int:
-    """Return 1 if a part failed or exceeded its time, 3 if a part was not run, else 0."""
+    """Return 1 if a part failed or exceeded its time limit, 3 if a part was not run, and 0 otherwise."""
     results = {row.result for row in rows}
     if results - {"passed", "not run"}:
         return 1
@@ -209,19 +209,19 @@ def exit_code(rows: Sequence[Row]) -> int:
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as text, with each column as wide as its widest cell."""
-    cells = [("what", "result", "seconds", "file")]  # files without their folder: other people see the results
+    cells = [("what", "result", "seconds", "file")]  # file names only, because other people see the results
     for row in rows:
         result = f"{row.result}: {row.detail}" if row.detail else row.result
         cells.append((row.name, result, f"{row.seconds:.1f}", row.file))
     wide = [max(len(line[i]) for line in cells) for i in range(4)]
-    wide[1] = min(wide[1], 60)  # a long reason pushes only its own line
+    wide[1] = min(wide[1], 60)  # a long reason widens only its own line
     return "\n".join("  ".join(cell.ljust(wide[i]) for i, cell in enumerate(line)).rstrip() for line in cells)
 
 
 def _keep(chosen: Chosen, machine: dict[str, Any], lacks: dict[str, str], rows: list[Row]) -> None:
-    """Write the summary file; the exit code says "not run" until every part has a row.
+    """Write the summary file; until every part has a row, its exit code means "not run".
 
-    Parts that have not started have no row yet.
+    Parts that have not started do not have a row yet.
     """
     are_all = {part.name for part in chosen.parts} <= {row.name for row in rows}
     code = exit_code(rows) or (0 if are_all else 3)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-_MARK = "FEDVEIL_GPU_PART"  # inherited by all of a part's processes, in other sessions too, such as Flower's
-_GRACE = 8.0  # seconds from SIGTERM, which lets a federation stop what it started, to SIGKILL
-_LEAST = 5.0  # minimum seconds for which starting a part is worthwhile
+_MARK = "FEDVEIL_GPU_PART"  # inherited by all of a part's processes, even in other sessions, such as Flower's
+_GRACE = 8.0  # seconds between SIGTERM, which lets a federation stop what it started, and SIGKILL
+_LEAST = 5.0  # minimum seconds left to make it worthwhile to start a part
 _OWN = {"fedveil", "fedveil_bench", "tests", "tools"}
 
 CONSOLE = ("cryptography", "psutil", "pydantic", "rich", "typing-extensions", "xxhash")
@@ -35,8 +35,8 @@ class Part:
         name: "tests", or the preset's name.
         seconds: its share of the time.
         needs: required distributions, by their names in pyproject.toml.
-        quick: true to run the preset's quick form on a GPU, too.
-        data: a folder below $FEDVEIL_DATA that it reads.
+        quick: whether to run the preset's quick form even on a GPU.
+        data: the folder under $FEDVEIL_DATA that it reads.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table; `detail` says why it is not simply passed, or what passed."""
+    """A line in the table; `detail` says why the part did not pass, or what passed."""
 
     name: str
     result: Result
@@ -60,7 +60,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of a child process; code None means that it was killed on timeout."""
+    """The result of a child process; if code is None, it was killed after a timeout."""
 
     code: int | None
     seconds: float
@@ -68,7 +68,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Place:
-    """Environment of the parts: repository, results folder, device, and whether presets run in quick mode."""
+    """The environment for the parts: repository, results folder, device, and whether presets run in quick form."""
 
     root: Path
     out: Path
@@ -77,7 +77,7 @@ class Place:
 
     def environment(self, token: str) -> dict[str, str]:
         """Return a child's environment: FedVeil from this repository, and no requests to an unavailable network."""
-        own = [str(self.root), str(self.root / "benchmarks")]  # none of our packages needs to be installed
+        own = [str(self.root), str(self.root / "benchmarks")]  # so that our packages need not be installed
         path = os.pathsep.join(filter(None, [*own, os.environ.get("PYTHONPATH", "")]))
         offline = {"HF_HUB_OFFLINE": "1", "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
         waiting = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}  # spinning threads make a busy machine slow
@@ -87,7 +87,7 @@ class Place:
         return variables
 
     def child(self, command: Sequence[str], log: Path, seconds: float, threads: int = 0) -> Ended:
-        """Run `command` with all output in `log`. No child process is left, however it ends.
+        """Run `command` with all output in `log`. However it ends, no child process is left running.
 
         `threads` is the number of OpenMP threads; 0: torch's default.
         """
@@ -136,7 +136,7 @@ def _carries(process: Path, mark: bytes) -> bool:
 
 
 def run_part(part: Part, place: Place, seconds: float, lacks: Mapping[str, str]) -> list[Row]:
-    """Return the part's rows of the table: one, and for the tests one more for each test that was not run."""
+    """Return the part's rows for the table: one, and for the tests one more per reason why tests were not run."""
     if missing := [f"{name} ({lacks[name]})" for name in part.needs if name in lacks]:
         return [Row(part.name, "not run", f"misses {', '.join(missing)}")]
     if part.data and (why := _no_data(part.data)):
@@ -163,14 +163,14 @@ def preset_command(part: Part, place: Place, file: Path) -> list[str]:
 def _preset(part: Part, place: Place, seconds: float) -> list[Row]:
     file = place.out / f"{part.name.replace('/', '_')}.json"
     log = file.with_suffix(".log")
-    file.unlink(missing_ok=True)  # an older result must not pass for this run's
+    file.unlink(missing_ok=True)  # an older result must not be taken for this run's
     command = preset_command(part, place, file)
     form = "quick" if "--quick" in command else "full"
     print(f"{part.name} ({form}), at most {seconds:.0f} s; its log: {log}", flush=True)
     ended = place.child(command, log, seconds)
     log_text = log.read_text(errors="replace")
     if ended.code is None:
-        over = f"{form}, killed after {seconds:.0f} s; give it more with --seconds, or take --quick"
+        over = f"{form}, killed after {seconds:.0f} s; give it more with --seconds, or use --quick"
         return [Row(part.name, "over time", over, ended.seconds, log.name)]
     if ended.code != 0 and (module := missing_module(log_text)):
         return [Row(part.name, "not run", f"misses the module {module}", ended.seconds, log.name)]
@@ -192,18 +192,18 @@ def _preset(part: Part, place: Place, seconds: float) -> list[Row]:
 
 
 def missing_module(said: str) -> str:
-    """Return the third-party module that could not be imported, "" for any other error."""
+    """Return the third-party module that could not be imported; "" for any other error."""
     modules: list[str] = re.findall(r"ModuleNotFoundError: No module named '([\w.]+)'", said)
     return modules[-1] if modules and modules[-1].partition(".")[0] not in _OWN else ""
 
 
 def _last(said: str) -> str:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return lines[-1][:200] if lines else "it said nothing"
+    return lines[-1][:200] if lines else "no output"
 
 
 def marked_files(root: Path) -> list[str]:
-    """Return the test files with a test marked gpu. Other files are not read: they may need missing modules."""
+    """Return the test files that have a test marked gpu. Others are left out, because they may need missing modules."""
     files = sorted((root / "tests").rglob("test_*.py"))
     return [str(file.relative_to(root)) for file in files if re.search(r"^@pytest\.mark\.gpu", file.read_text(), re.M)]
 
@@ -211,7 +211,7 @@ def marked_files(root: Path) -> list[str]:
 def tests_command(place: Place, report: Path) -> list[str]:
     """Return the command that runs the tests, without plugins and so without pyproject's plugin options.
 
-    The project's own tests, with pinned versions, turn a warning into an error. Here another torch may
+    The project's own test runs, with pinned versions, turn warnings into errors. Here a different torch version may
     warn.
     """
     flags = ["-m", "gpu", "-q", "-rs", "-p", "no:cacheprovider", "-W", "default", "--continue-on-collection-errors"]
@@ -243,7 +243,7 @@ def _tests(part: Part, place: Place, seconds: float) -> list[Row]:
 
 
 def _by_reason(left_out: Mapping[str, str]) -> list[Row]:
-    """Return a row for each reason, because one missing module may skip many tests."""
+    """Return one row per reason, because a single missing module may skip many tests."""
     names: dict[str, list[str]] = {}
     for name, why in left_out.items():
         names.setdefault(why, []).append(name)
@@ -254,7 +254,7 @@ def _by_reason(left_out: Mapping[str, str]) -> list[Row]:
 
 
 def outcomes(report: Path) -> tuple[int, list[str], dict[str, str]]:
-    """Return from pytest's JUnit XML: the number passed, the tests that failed, and those skipped with the reason."""
+    """Read pytest's JUnit XML; return the number of passed tests, the failed ones, and the skipped with reasons."""
     passed, failed, left_out = 0, [], {}
     for case in ET.parse(report).iter("testcase"):
         name = "::".join(filter(None, [case.get("classname", ""), case.get("name", "")]))

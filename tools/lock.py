@@ -1,21 +1,22 @@
-"""Write lock/*.txt: the versions of constraints.txt with the hash of every file that an index may serve for them.
+"""Write lock/*.txt: the versions in constraints.txt, with the hash of every file that an index may serve for them.
 
-    make lock                       # after each change of constraints.txt or of the dependencies in pyproject.toml
+    make lock                       # after each change to constraints.txt or to the dependencies in pyproject.toml
 
 | file | content |
 |---|---|
 | tools.txt | build and installation tools: pip, setuptools, build |
 | cpu.txt | torch's CPU build, a separate version from torch's own index |
-| cuda.txt | alternatively PyPI's CUDA build, with its additional requirements |
-| run.txt | every other package that FedVeil runs with |
-| EXTRA.txt | additional requirements of an extra of pyproject.toml |
+| cuda.txt | alternatively, PyPI's CUDA build with its additional requirements |
+| run.txt | all other packages that FedVeil needs to run |
+| EXTRA.txt | additional requirements of an extra in pyproject.toml |
 | flower-VERSION.txt | replacements for run.txt from constraints-flower-VERSION.txt, installed after it |
 | sbom.txt | tools that list the components, in a separate environment |
-| check.txt | tools that find missing imports, likewise: pyright, with its Node.js |
-| docs.txt | tools that build the documentation site, likewise |
+| check.txt | tools that find missing imports, in a separate environment: pyright, with its Node.js |
+| docs.txt | tools that build the documentation site, in a separate environment |
 
 Each is installed with `pip install --require-hashes --no-deps`: nothing is resolved, so nothing else is installed. uv
-gets the hashes from PyPI. If torch's own index does not answer, cpu.txt retains its hashes, if its version does.
+gets the hashes from PyPI. If torch's own index does not answer and torch's version is unchanged, cpu.txt keeps its
+hashes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-_PYTHON = "3.11"  # the oldest; --universal adds markers for the others
+_PYTHON = "3.11"  # the oldest supported version; --universal adds markers for the others
 _ALONE = {
     "tools": ("what builds and installs", "pip\nsetuptools\nbuild\n"),
     "check": ("what finds imports that no editor could, in an environment of its own", "basedpyright\n"),
@@ -71,9 +72,9 @@ def canonical(pin: str) -> str:
 
 
 def of_line(pins: Path, run: dict[str, str]) -> dict[str, str]:
-    """Return the blocks of another Flower release, by package; `run` contains only those of constraints.txt.
+    """Return the blocks for another Flower release, by package; `run` has the blocks for constraints.txt.
 
-    Exits if that release needs other versions than those in `pins`, or not all of them.
+    Exits unless `pins` lists exactly the packages whose versions that release changes.
     """
     names, text = in_place(pins.read_text(), (ROOT / "constraints.txt").read_text())
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
@@ -102,7 +103,7 @@ def cpu_block(version: str, index: str, before: str) -> str:
                 f"torch: expected its index at {index} for the hashes of {version}, found {error}"
             ) from None
         hashes = re.findall(r"sha256:([0-9a-f]{64})", before)
-        print(f"torch: {index} does not answer ({error}); the {len(hashes)} hashes of cpu.txt stay", file=sys.stderr)
+        print(f"torch: {index} does not answer ({error}); cpu.txt keeps its {len(hashes)} hashes", file=sys.stderr)
     if not hashes:
         raise SystemExit(f"torch: expected files of {version}+cpu at {index}, found none")
     return " \\\n    --hash=sha256:".join([f"torch=={version}+cpu", *hashes]) + "\n"
@@ -110,7 +111,7 @@ def cpu_block(version: str, index: str, before: str) -> str:
 
 def main() -> None:
     """Write the files."""
-    parser = argparse.ArgumentParser(description="writes lock/*.txt")
+    parser = argparse.ArgumentParser(description="Write lock/*.txt.")
     parser.add_argument("--torch-index", default=os.environ.get("TORCH_INDEX") or TORCH_INDEX)
     index = parser.parse_args().torch_index
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

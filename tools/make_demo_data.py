@@ -2,8 +2,8 @@
 
     python tools/make_demo_data.py --data <folder> --out data/e2e
 
-Rows whose meaning representation the tiny base has seen (`tiny.text_generation.is_public`) are excluded. The rest is
-sorted by SHA-256, so the choice is arbitrary but reproducible; then the first rows are selected.
+Rows with a meaning representation that the tiny base has seen (`tiny.text_generation.is_public`) are excluded. The rest
+are sorted by SHA-256, and the first ones are selected, so the choice is arbitrary but reproducible.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def train_rows(rows: list[Row], count: int) -> list[Row]:
 
 
 def test_rows(rows: list[Row], sources: int, references: int) -> list[Row]:
-    """Return the first distinct references, in file order, of each of `sources` unseen meaning representations."""
+    """Return the first distinct references, in file order, for each of `sources` unseen meaning representations."""
     unseen = {row["mr"]: list[str]() for row in rows if not is_public(row["mr"])}
     for row in rows:
         if row["mr"] in unseen and row["ref"] not in unseen[row["mr"]]:
@@ -45,12 +45,12 @@ def write(rows: list[Row], file: Path) -> None:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description="Cuts the demo data from E2E NLG.")
+    parser = argparse.ArgumentParser(description="Extract the demo data from E2E NLG.")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--train", type=int, default=1550, help="training rows")
     parser.add_argument("--sources", type=int, default=150, help="test meaning representations")
-    parser.add_argument("--references", type=int, default=100, help="at most, for each of them")
+    parser.add_argument("--references", type=int, default=100, help="maximum number of references for each of them")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     write(train_rows(read_rows(arguments.data / "train.jsonl"), arguments.train), arguments.out / "train.jsonl")

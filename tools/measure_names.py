@@ -1,15 +1,15 @@
-"""Measure the public names of the core and compare them with the project's targets.
+"""Count the core's public names and compare the counts with the project's targets.
 
     python tools/measure_names.py            # print the table
     python tools/measure_names.py --names    # also print each name that counts against a target
 
-Public names are top-level functions and classes of a module that do not begin with an underscore. A word
-begins at an underscore or a capital: `load_rows` and `RowLoader` have two.
+Public names are a module's top-level functions and classes that do not begin with an underscore. A word begins at an
+underscore or a capital letter: `load_rows` and `RowLoader` have two.
 
 | measure | target |
 |---|---|
-| functions with a name of one word | at most 30 % |
-| classes with a name of one word | at most 25 % |
+| functions with one-word names | at most 30 % |
+| classes with one-word names | at most 25 % |
 | class names in more than one module | 0 |
 | functions, classes and modules named only by a participle | 0 |
 """
@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ("fedveil", "strategies", "server_app", "client_app", "attacks")
-BENCHMARKS = ("benchmarks/fedveil_bench",)  # measured separately: the targets are those of the core
+BENCHMARKS = ("benchmarks/fedveil_bench",)  # measured separately: the targets apply to the core
 PARTICIPLES = frozenset({
     "agreed", "asked", "closed", "deployed", "drawn", "found", "given", "gone", "held", "kept", "left", "looked",
     "made", "named", "opened", "received", "said", "sent", "served", "settled", "shown", "spent", "summed", "taken",
@@ -38,11 +38,11 @@ PARTICIPLES = frozenset({
 
 @dataclass(frozen=True)
 class PublicNames:
-    """Public names of modules, each as "path:name".
+    """The public names in modules, each as "path:name".
 
     Attributes:
-        functions, classes: those at the top level of a module.
-        modules: files and folders of Python code.
+        functions, classes: those at a module's top level.
+        modules: Python files and packages.
     """
 
     functions: list[str]
@@ -52,7 +52,7 @@ class PublicNames:
 
 @dataclass(frozen=True)
 class Measure:
-    """A line of the table: names that count against a target, the number of all names, and the maximum share."""
+    """A line in the table: the names that count against a target, the total number of names, and the maximum share."""
 
     text: str
     against: list[str]
@@ -66,7 +66,7 @@ class Measure:
 
 
 def collect(root: Path, packages: Sequence[str]) -> PublicNames:
-    """Return the public names below the packages' folders. Links are not followed: each leads to another package."""
+    """Return the public names in the packages' folders. Links are not followed: each leads to another package."""
     names = PublicNames([], [], [])
     for package in packages:
         for at, folders, files in os.walk(root / package):
@@ -89,12 +89,12 @@ def collect(root: Path, packages: Sequence[str]) -> PublicNames:
 
 
 def count_words(name: str) -> int:
-    """Return the number of words: `load_rows` and `RowLoader` have two, `DpSgd` too, `PEFT` one."""
+    """Return the number of words: `load_rows`, `RowLoader` and `DpSgd` have two, `PEFT` has one."""
     return len([word for part in name.split("_") for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", part)])
 
 
 def measure(names: PublicNames) -> list[Measure]:
-    """Return the lines of the table."""
+    """Return the lines for the table."""
     bare = lambda where: where.rpartition(":")[2]  # noqa: E731
     occurrences = Counter(map(bare, names.classes))
     every = [*names.functions, *names.classes, *names.modules]
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables; with --check, return 1 if the core misses a target."""
     parser = argparse.ArgumentParser(prog="python tools/measure_names.py", description=__doc__.splitlines()[0])
     parser.add_argument("--names", action="store_true", help="list each name that counts against a target")
-    parser.add_argument("--check", action="store_true", help="end with 1 where the core misses a target")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if the core misses a target")
     args = parser.parse_args(argv)
     core, benchmarks = (measure(collect(ROOT, packages)) for packages in (CORE, BENCHMARKS))
     for title, lines in (("the core", core), ("the benchmarks", benchmarks)):

@@ -1,14 +1,15 @@
-"""Break the code on purpose, one place at a time, and report which breaks no test detects.
+"""Break the code on purpose, one place at a time, and report the changes that no test detects.
 
     make mutate PACKAGE=ops ARGS="--sample 40 --seed 1"
     python tools/mutate.py --code fedveil/mean.py --tests tests/fedveil/test_mean.py --sample 10
 
-cosmic-ray writes the mutants. This file runs them, because cosmic-ray's runner treats a timeout as a kill and mutates
-its own tree. Here each worker has a copy of the files that git tracks or does not ignore. A mutant in `x.py` first runs
-`test_x.py`, then the package's other tests. Annotations and lines that begin like one of _IDLE are not mutated. A
-sample has one mutant per place.
-Two controls come first: the tests pass on the code as it is, and fail when a file raises at its import; an installed
-    copy's would not.
+cosmic-ray creates the mutants. This file runs them, because cosmic-ray's runner counts a timeout as a kill and mutates
+the working tree itself. Here each worker has a copy of the files that git tracks or does not ignore. A mutant in `x.py`
+runs `test_x.py` first, and then the package's other tests. Annotations and lines that begin with an entry of _IDLE are
+not mutated. A sample has one mutant per place.
+
+Two controls come first: the tests must pass on the unmodified code, and must fail if a file raises an error on import,
+which would not happen if they imported an installed copy.
 """
 
 import argparse
@@ -49,7 +50,7 @@ _IDLE = ("@final", "@abstractmethod", "@override", "if TYPE_CHECKING")
 
 
 class Mutant(NamedTuple):
-    """One occurrence of one of cosmic-ray's operators; `path` is relative to the checkout."""
+    """One occurrence of a cosmic-ray operator; `path` is relative to the checkout."""
 
     path: str
     place: tuple[int, int]
@@ -57,12 +58,12 @@ class Mutant(NamedTuple):
     occurrence: int
 
     def code(self) -> str:
-        """Return the whole file with the mutation."""
+        """Return the whole file, mutation applied."""
         return str(mutate_code((ROOT / self.path).read_text(), get_operator(self.operator)(), self.occurrence))
 
 
 def mutants(path: Path) -> Iterator[Mutant]:
-    """Yield every mutant of a file whose effect a test could detect."""
+    """Yield every mutant of a file with an effect that a test could detect."""
     source = path.read_text()
     lines, nodes = source.splitlines(), list(ast_nodes(get_ast(source)))
     annotations = [getattr(n, key, None) for n in ast.walk(ast.parse(source)) for key in ("annotation", "returns")]
@@ -100,7 +101,7 @@ class Copies:
             self._free.put(copy)
 
     def _run(self, copy: Path, tests: list[str]) -> str:
-        # The limit, in kB of address space: a mutant may request any amount.
+        # Limit the address space (in kB), because a mutant may allocate any amount of memory.
         run = f'ulimit -v {16 << 20} && exec "$0" -m pytest -x -q -p no:cacheprovider "$@"'
         own = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
         with copy.with_suffix(".log").open("w") as log, subprocess.Popen(
@@ -117,13 +118,13 @@ class Copies:
 
 
 def main() -> int:
-    """Return 0 once every mutant was tried, regardless of the outcome; 1 if a control failed."""
-    parser = argparse.ArgumentParser(description="Mutation testing of one room, on copies of the working tree.")
+    """Return 0 once every mutant has been tried, regardless of the outcome; 1 if a control failed."""
+    parser = argparse.ArgumentParser(description="Mutation-test one package, on copies of the working tree.")
     parser.add_argument("room", nargs="?", choices=sorted(ROOMS), default="strategies")
     for name in ("--code", "--tests"):
-        parser.add_argument(name, nargs="+", metavar="PATH", help="files or folders, in place of the room's")
-    parser.add_argument("--sample", type=int, metavar="N", help="so many mutants; all of them take hours")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+        parser.add_argument(name, nargs="+", metavar="PATH", help="files or folders, in place of the package's")
+    parser.add_argument("--sample", type=int, metavar="N", help="try only N mutants; trying all of them takes hours")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the sample")
     parser.add_argument("--workers", type=int, default=2)
     given = parser.parse_args()
     code, tests = given.code or ROOMS[given.room][0], given.tests or ROOMS[given.room][1]

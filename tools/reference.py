@@ -1,9 +1,8 @@
-"""Generate the documentation pages that follow from the code: keys, methods, commands, Python, notebooks.
+"""Generate the documentation pages that are derived from the code: keys, methods, commands, Python, notebooks.
 
-    make docs       # writes them beside the pages of docs/ in build/docs, and makes the site of both in build/site
+    make docs       # writes them next to a copy of docs/ in build/docs, and builds the site from both in build/site
 
-The pages are never committed, so they cannot be older than the code. They are Markdown, like the pages of
-docs/.
+The pages are never committed, so they cannot be out of date. They are Markdown, like the pages in docs/.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _OF_FIELD = re.compile(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 def pages() -> dict[str, str]:
-    """Return the text of every page, by its path below the documentation's folder."""
+    """Return the text of every page, by its path in the documentation folder."""
     page_texts = {"reference/run-config.md": run_config(), "reference/commands.md": commands()}
     page_texts |= {"reference/attacks.md": attacked(), "reference/python/index.md": in_python()}
     page_texts |= {f"reference/python/{name}.md": python.page(name) for name in python.modules()}
@@ -49,11 +48,11 @@ def pages() -> dict[str, str]:
 
 
 def run_config() -> str:
-    """Return every key of the run config: its default, its permitted values, its meaning."""
+    """Return the page with every run config key: its default, permitted values and meaning."""
     parts = [
-        "# The run config\n\n`fedveil submit --set KEY=VALUE`, `flwr run . -c 'KEY=VALUE'`, or a file for `fedveil "
-        "submit --config`. A key that is not here, or a value that it may not have, is refused in one line before any "
-        "site is asked.\n"
+        "# The run config\n\nSet keys with `fedveil submit --set KEY=VALUE`, `flwr run . -c 'KEY=VALUE'`, or a file "
+        "for `fedveil submit --config`. A key that is not listed here, or a value that is not permitted, is refused "
+        "with a one-line message before any site is contacted.\n"
     ]
     for section, field in RunConfig.model_fields.items():
         model = field.annotation
@@ -70,7 +69,7 @@ def run_config() -> str:
 
 
 def methods() -> str:
-    """Return the methods, one line each."""
+    """Return the page that lists the methods, one line each."""
     rows = []
     for name in strategies.list_methods():
         cls = strategies.load_method(name)
@@ -79,12 +78,12 @@ def methods() -> str:
         rows.append((f"[`{name}`]({name}.md)", title, words, str(code)))
     every = "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
     more = "\n[What composes with what](what-composes.md): noisy steps, secure aggregation, codes, robust rules.\n"
-    counted = f"\nLines of code are of the method's one file, {_COUNTED}.\n"
+    counted = f"\nLines of code are counted in the method's own file, {_COUNTED}.\n"
     return "# The methods\n\n" + table(("method.name", "", "in one line", _LINES), rows) + counted + more + every
 
 
 def method(name: str) -> str:
-    """Return a method's docstring, its fields, and its messages."""
+    """Return a method's page: its docstring, its fields, and its messages."""
     cls = strategies.load_method(name)
     words = (inspect.getdoc(importlib.import_module(cls.__module__)) or "").partition("\n")
     made = strategies.create_method(name)
@@ -95,31 +94,31 @@ def method(name: str) -> str:
         '`method.params = "name = value"`\n\n'
         + table(("field", "may be", "default", "meaning"), _fields(cls))
         + "\n## On the wire\n\n"
-        f"For a small model of {len(spec)} trained tensors.\n\n"
+        f"For a small model with {len(spec)} trained tensors:\n\n"
         + table(("field", "to", "variant", "when", "codec", "unit", "bytes"), wire)
     )
 
 
 def composed() -> str:
-    """Return the page on combinations, where each cell is the result of a round of tiny sites."""
+    """Return the page on combinations, in which each cell is the result of a round with tiny sites."""
     columns = (*composition.COLUMNS, composition.CODES)
     rows = [
         (f"[`{name}`]({name}.md)", *(composition.cell(name, c) for c in columns)) for name in strategies.list_methods()
     ]
     return (
-        "# What composes with what\n\nEvery method with its default fields, in a round of five tiny sites. *no* is "
-        "what the code refuses, with its own words for what it found. `dp.*` also needs a task with gradients of "
-        'single rows. `secure.noise = "sum"` is with `dp.*` and one step a participation, or with the noise of a '
-        "method that adds some.\n\n" + table(("method", *columns), rows)
+        "# What composes with what\n\nEach method was run with its default fields, in a round with five tiny sites. "
+        "*no* means that the code refuses the combination; the reason is the code's own message. `dp.*` also requires "
+        'a task with per-example gradients. `secure.noise = "sum"` is combined with `dp.*` and one step per '
+        "participation, or with the method's own noise if it adds any.\n\n" + table(("method", *columns), rows)
     )
 
 
 def attacked() -> str:
-    """Return the attacks, with their controls and their lines of code."""
-    head = ("file", "", "reads", "must win on", "must lose on", _LINES)
+    """Return the page that lists the attacks, with their controls and lines of code."""
+    head = ("file", "", "reads", "must succeed on", "must fail on", _LINES)
     return (
-        "# The attacks\n\nThose that `fedveil audit` runs. An attack that fails one of its controls proves nothing "
-        f"about a run. Lines of code are of its one file, {_COUNTED}.\n\n"
+        "# The attacks\n\n`fedveil audit` runs these attacks. An attack that fails one of its controls proves nothing "
+        f"about a run. Lines of code are counted in the attack's own file, {_COUNTED}.\n\n"
         + table(head, attacks.audited())
         + "\n## Attacks that only benchmarks run, and shared functions\n\n"
         + table(("file", "", _LINES), attacks.others())
@@ -127,12 +126,12 @@ def attacked() -> str:
 
 
 def in_python() -> str:
-    """Return the page on the API for other programs: a federation in one process, and the contract."""
+    """Return the index page of the Python API for other programs."""
     parts = [
-        "# In Python\n\n`fedveil.local` is a federation in one process, as "
-        "[a notebook](../../notebooks/federation.ipynb) has it. `fedveil.contract` is what "
-        "[a method](../../extend/method.md), [a task](../../extend/task.md) and what runs them are written against. "
-        "Names that a page does not show are not public, even where Python finds them.\n"
+        "# In Python\n\n`fedveil.local` runs a federation in one process, as in "
+        "[a notebook](../../notebooks/federation.ipynb). `fedveil.contract` has the interfaces between "
+        "[methods](../../extend/method.md), [tasks](../../extend/task.md) and the code that runs them. "
+        "Names that are not on these pages are not public, even if Python can import them.\n"
     ]
     for heading, names in python.modules_by_heading().items():
         rows = [(f"[`{name}`]({name}.md)", python.summary(name)) for name in names]
@@ -142,7 +141,7 @@ def in_python() -> str:
 
 def commands() -> str:
     """Return the page with each command's help text."""
-    parts = ["# The commands\n\n`fedveil COMMAND --help` prints these on the machine at hand.\n"]
+    parts = ["# The commands\n\n`fedveil COMMAND --help` prints the same texts.\n"]
     for name in sorted(console.list_commands()):
         whole = console.make_parser(name)
         chosen = next(a for a in whole._actions if isinstance(a, argparse._SubParsersAction)).choices[name]
@@ -201,7 +200,7 @@ def _wire(layout: MessageLayout) -> list[tuple[str, ...]]:
 
 
 def main() -> None:
-    """Copy docs/ to a folder, and write the generated pages next to its pages."""
+    """Copy docs/ to a folder, and write the generated pages to it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder
@@ -214,7 +213,7 @@ def main() -> None:
 
 
 def with_notebooks(folder: Path) -> None:
-    """Write a page for each notebook in a folder's `notebooks`, and point links on all other pages to it."""
+    """Write a page for each notebook in a folder's `notebooks`, and redirect links on all other pages to it."""
     for page in folder.rglob("*.md"):
         page.write_text(notebooks.to_pages(page.read_text()))
     for notebook in (folder / "notebooks").glob("*.ipynb"):

@@ -2,8 +2,8 @@
 
     make release TAG=v0.2.0 KEY=~/.ssh/release      # writes dist/release/fedveil-0.2.0/
 
-Only files of the tag are used, not those of the work tree. The same tag gives the same bytes, except the signature's
-container, so that another person can build the release and compare SHA256SUMS. The key is an Ed25519 key of
+Only the tag's files are used, not those in the working tree. The same tag gives the same bytes, except for the
+signature's container, so that anyone can rebuild the release and compare SHA256SUMS. The key is an Ed25519 key from
 `ssh-keygen`; docs/release.md shows how a user verifies and installs a release.
 """
 
@@ -32,7 +32,7 @@ RECIPE_FILES = ("docker", "compose.yaml", "compose.gpu.yaml")
 
 
 def find_faults(tag: str, tree: Path) -> list[str]:
-    """Return the reasons why a tree cannot be the release of a tag, as sentences; empty if there are none."""
+    """Return, in sentences, why a tree cannot be released under a tag; empty if it can."""
     match = re.fullmatch(r"v(\d+\.\d+\.\d+(?:(?:a|b|rc)\d+)?)", tag)
     if not match:
         return [f"tag: expected v and a version, such as v0.2.0, found {tag}"]
@@ -55,13 +55,13 @@ def find_faults(tag: str, tree: Path) -> list[str]:
 
 
 def extract_notes(changelog: str, version: str) -> str:
-    """Return the section of a version in a changelog, without its heading. Raises KeyError if there is none."""
+    """Return a version's section in a changelog, without its heading. Raises KeyError if there is none."""
     parts = re.split(r"^## \[(.+?)\].*\n", changelog, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))[version].strip() + "\n"
 
 
 def list_recipe_files(tree: Path) -> list[str]:
-    """Return the paths, relative to `tree` and sorted, of the files from which the images are built.
+    """Return the sorted paths, relative to `tree`, of the files from which the images are built.
 
     These are the files that docker/Dockerfile.dockerignore admits to a build, and RECIPE_FILES.
     """
@@ -74,7 +74,7 @@ def list_recipe_files(tree: Path) -> list[str]:
     files = []
     for name in admitted:
         top = tree / name
-        # A link to a folder is a file of the archive: its target is admitted by its own name.
+        # A link to a folder counts as a file in the archive: its target is admitted under its own name.
         below = (
             [top]
             if top.is_file() or top.is_symlink()
@@ -86,10 +86,10 @@ def list_recipe_files(tree: Path) -> list[str]:
 
 
 def pack_files(files: Mapping[str, Path], archive: Path, epoch: int) -> None:
-    """Write a reproducible .tar.gz of files by their names in it: sorted, with one time and no owner.
+    """Write a reproducible .tar.gz: sorted names, one modification time, and no owners.
 
     Args:
-        files: maps names in the archive to paths. Symbolic links stay links.
+        files: maps names in the archive to paths. Symbolic links remain links.
         epoch: the modification time of each member, in seconds since 1970.
     """
     content = io.BytesIO()
@@ -109,7 +109,7 @@ def pack_files(files: Mapping[str, Path], archive: Path, epoch: int) -> None:
 
 
 def repack_source(archive: Path, epoch: int) -> None:
-    """Write a source archive again with fixed times and owners, which setuptools takes from the clock and the user."""
+    """Rewrite a source archive with fixed times and owners, which setuptools takes from the clock and the user."""
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(archive) as tar:
             tar.extractall(folder, filter="data")
@@ -129,7 +129,7 @@ def build_distributions(tree: Path, into: Path, epoch: int) -> None:
 
 
 def write_checksums(folder: Path) -> Path:
-    """Write SHA256SUMS of all files in a folder, as `sha256sum --check` reads it, and return its path."""
+    """Write SHA256SUMS for all files in a folder, in the format of `sha256sum --check`, and return its path."""
     lines = [f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.name}\n" for p in sorted(folder.iterdir())]
     sums = folder / "SHA256SUMS"
     sums.write_text("".join(lines))
@@ -145,10 +145,10 @@ def make_release(tag: str, key: Path, sbom_python: Path, into: Path, repository:
     """Build the release of a tag and return its folder.
 
     Args:
-        tag: such as v0.2.0.
-        key: an Ed25519 private key of `ssh-keygen`.
-        sbom_python: a Python with lock/sbom.txt.
-        into: the parent of the release's folder; an older release of the same version is replaced.
+        tag: the tag, such as v0.2.0.
+        key: an Ed25519 private key from `ssh-keygen`.
+        sbom_python: a Python interpreter with lock/sbom.txt installed.
+        into: the parent of the release folder; an older release of the same version is replaced.
         repository: the checkout that has the tag.
     """
     with tempfile.TemporaryDirectory() as temporary:
@@ -180,11 +180,13 @@ def make_release(tag: str, key: Path, sbom_python: Path, into: Path, repository:
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
-    """Build the release that the command line names."""
-    parser = argparse.ArgumentParser(description="builds a release from a tag")
-    parser.add_argument("tag", help="such as v0.2.0")
-    parser.add_argument("--key", required=True, type=Path, help="an Ed25519 private key of ssh-keygen")
-    parser.add_argument("--sbom-python", required=True, type=Path, help="a Python with lock/sbom.txt")
+    """Build the release named on the command line."""
+    parser = argparse.ArgumentParser(description="Build a release from a tag.")
+    parser.add_argument("tag", help="the tag, such as v0.2.0")
+    parser.add_argument("--key", required=True, type=Path, help="an Ed25519 private key from ssh-keygen")
+    parser.add_argument(
+        "--sbom-python", required=True, type=Path, help="a Python interpreter with lock/sbom.txt installed"
+    )
     parser.add_argument("--into", type=Path, default=ROOT / "dist" / "release")
     args = parser.parse_args(None if arguments is None else list(arguments))
     folder = make_release(args.tag, args.key.expanduser(), args.sbom_python.absolute(), args.into)
@@ -194,7 +196,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
 
 
 def _extract_tag(repository: Path, tag: str, tree: Path) -> None:
-    """Write the files of a tag into a new folder."""
+    """Extract a tag's files to a new folder."""
     _check(
         ["git", "rev-parse", "--verify", "--quiet", f"refs/tags/{tag}^{{commit}}"],
         cwd=repository,
@@ -210,7 +212,7 @@ def _extract_tag(repository: Path, tag: str, tree: Path) -> None:
 
 def _check(command: list[str], cwd: Path | None = None, env: Mapping[str, str] | None = None, what: str = "") -> str:
     """Return a command's output. Raises SystemExit with `what`, or the command's message, if it fails."""
-    # A wheel records the modes of its files, which must not depend on the umask of the person who builds it.
+    # A wheel records its files' modes, which must not depend on the builder's umask.
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, umask=0o022)
     if done.returncode:
         raise SystemExit(f"error: {what or f'{command[0]}: ' + (done.stderr or done.stdout)[-2000:].strip()}")

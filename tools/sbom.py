@@ -1,11 +1,11 @@
-"""List the components of an installation, with licenses and the hashes of the lock: CycloneDX 1.6, as JSON.
+"""List the components of an installation, with licenses and the lock's hashes: CycloneDX 1.6, as JSON.
 
     make sbom                                                        # for the wheel, into dist/
     python tools/sbom.py --python VENV/bin/python --out FILE         # for that installation, as in the image
 
-Runs in a separate environment, with lock/sbom.txt. cyclonedx-py reads the installation; this script adds the hashes
-and refuses a package that is in no file of lock/. The same installation gives the same bytes. Components that are not
-Python packages, such as an image's Debian, are not included.
+It runs in a separate environment, with lock/sbom.txt installed. cyclonedx-py reads the installation; this script adds
+the hashes and refuses packages that are not in any file in lock/. The same installation gives the same bytes.
+Components other than Python packages, such as an image's Debian packages, are not included.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _BUILDS = re.compile(r"\+.*")  # torch's CPU build is in the lock under torch's 
 
 
 def canonical(name: str) -> str:
-    """Return a package's name as indexes compare it."""
+    """Return a package's name in the normalized form that package indexes use."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def locked(folder: Path, *, without: list[str], line: str = "") -> tuple[dict[str, tuple[str, list[str]]], set[str]]:
-    """Return (version, SHA-256 of its files) by package; and the packages that only the files `without` contain.
+    """Return (version, SHA-256 of its files) by package, and the packages that only the files `without` contain.
 
-    `line`: "flower-1.41" for the versions that replace others there (tools/lock.py).
+    `line`: a file with replacement versions, such as "flower-1.41" (tools/lock.py).
     """
     packages: dict[str, tuple[str, list[str]]] = {}
     remaining_names = set()
@@ -49,11 +49,11 @@ def locked(folder: Path, *, without: list[str], line: str = "") -> tuple[dict[st
 
 
 def completed(bom: dict[str, Any], lock: dict[str, tuple[str, list[str]]], left_out: set[str]) -> dict[str, Any]:
-    """Return `bom` without `left_out`, adding hashes. Raises SystemExit for a package that is not in the lock."""
+    """Return `bom` without `left_out` and with hashes. Raises SystemExit for a package that is not in the lock."""
     components = []
     for component in bom["components"]:
         name, version = canonical(component["name"]), component["version"]
-        # ensurepip's own, which nothing imports; and the benchmarks, which `make bench` installs next to the wheel.
+        # pip comes from ensurepip, and nothing imports it; `make bench` installs the benchmarks next to the wheel.
         if name in left_out or name in {"pip", "fedveil-bench"}:
             continue
         if name not in lock or lock[name][0] != _BUILDS.sub("", version):
@@ -77,13 +77,15 @@ def completed(bom: dict[str, Any], lock: dict[str, tuple[str, list[str]]], left_
 
 
 def main() -> None:
-    """Write the list."""
-    parser = argparse.ArgumentParser(description="lists the components of an installation")
-    parser.add_argument("--python", required=True, help="of the installation")
+    """Write the component list."""
+    parser = argparse.ArgumentParser(description="List the components of an installation.")
+    parser.add_argument("--python", required=True, help="the installation's Python interpreter")
     parser.add_argument(
-        "--without", nargs="*", default=[], metavar="NAME", help="leave out what only lock/NAME.txt has"
+        "--without", nargs="*", default=[], metavar="NAME", help="leave out packages that only lock/NAME.txt has"
     )
-    parser.add_argument("--line", default="", metavar="NAME", help="lock/NAME.txt is installed in place of others")
+    parser.add_argument(
+        "--line", default="", metavar="NAME", help="lock/NAME.txt was installed to replace some versions"
+    )
     parser.add_argument("--wheel", type=Path, help="FedVeil's wheel, for its hash")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

@@ -1,8 +1,7 @@
-"""Find the requirements of FedVeil that an installation lacks, and move them to a machine without a network.
+"""Find the FedVeil requirements that an installation lacks, and say how to bring them to a machine without a network.
 
-Names and ranges come from pyproject.toml, versions and hashes from lock/run.txt and lock/test.txt; there is
-no separate list. torch is never moved, because a GPU machine has the build for its driver. The script needs
-only Python.
+Names and ranges come from pyproject.toml, versions and hashes from lock/run.txt and lock/test.txt; there is no separate
+list. torch is never carried over, because a GPU machine has the build for its driver. The script needs only Python.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _HOLDS = {
 
 
 def installed() -> dict[str, str]:
-    """Return the versions that this Python finds, by canonical name; the first one for a duplicate name."""
+    """Return the installed versions, by canonical name; for a duplicate name, the first one that Python finds."""
     versions: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         if distribution.name:  # a damaged installation has no name
@@ -35,7 +34,7 @@ def installed() -> dict[str, str]:
 
 
 def promised(pyproject: Path) -> dict[str, str]:
-    """Return the version range, such as ">=1.39,<1.40", of every distribution that the project or an extra requires."""
+    """Return the version range, such as ">=1.39,<1.40", for each distribution that the project or an extra requires."""
     project = tomllib.loads(pyproject.read_text())["project"]
     lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
     parts = [re.match(r"([A-Za-z0-9._-]+)\s*(.*)", line) for line in lines]
@@ -43,7 +42,7 @@ def promised(pyproject: Path) -> dict[str, str]:
 
 
 def lacking(names: Iterable[str], ranges: Mapping[str, str], found: Mapping[str, str]) -> dict[str, str]:
-    """Return those of `names` that are missing or out of range: "missing" or "0.20.0, expected >=0.21", by name.
+    """Return, by name, which of `names` are missing or out of range: "missing" or "0.20.0, expected >=0.21".
 
     Raises:
         KeyError: a name that pyproject.toml does not require.
@@ -59,7 +58,7 @@ def lacking(names: Iterable[str], ranges: Mapping[str, str], found: Mapping[str,
 
 
 def within(version: str, asked: str) -> bool:
-    """Return whether a release is in the range; "2.11.0a0+git", a vendor's build name, counts as 2.11.0."""
+    """Return whether a release is in the range; a vendor's build, such as "2.11.0a0+git", counts as 2.11.0."""
     for clause in filter(None, asked.replace(" ", "").split(",")):
         sign, bound = re.fullmatch(r"(>=|==|<|!=(?=.*\.\*$))([\d.]*\d)(?:\.\*)?", clause).groups()  # type: ignore[union-attr]
         if not _HOLDS[sign](_release(version), _release(bound)):
@@ -76,7 +75,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def to_carry(folder: Path, ranges: Mapping[str, str], found: Mapping[str, str]) -> dict[str, str]:
-    """Return the lock's blocks, with hashes, of all packages missing or out of range here, by "name==version"."""
+    """Return the lock's blocks, with hashes, for all packages missing or out of range here, by "name==version"."""
     blocks = {}
     for lock in _LOCKS:
         for block in _BLOCK.findall((folder / f"{lock}.txt").read_text()):
@@ -88,7 +87,7 @@ def to_carry(folder: Path, ranges: Mapping[str, str], found: Mapping[str, str]) 
 
 
 def advice(file: Path, python: str) -> list[str]:
-    """Return the steps to install what `file` lists: two commands, one on each machine."""
+    """Return the steps to install the packages in `file`: two commands, one on each machine."""
     return [
         f"on a machine with a network and the same Python ({python}):",
         f"    python -m pip download --require-hashes --no-deps -r {file.name} -d wheels",

@@ -1,10 +1,10 @@
-"""Run a few attacks on several runs of the same sites and examples, sharing one set of controls.
+"""Run a few attacks on several runs of the same sites and examples, with one shared set of controls.
 
 `fedveil demo` uses this audit: it takes seconds and applies the same controls as attacks/audit/runner.py.
 It compares the runs example by example (attacks/audit/delong.py), over all sites. The server's view of a
-site is its upload or, under secure aggregation, the sum. The same examples on another site's upload are the base line
-of an upload: examples that are easy to tell by themselves score high on both. A control to lose voids a result only if
-it fails on two samples of non-members.
+site is its upload or, under secure aggregation, the sum. The baseline for an upload is the score of the same examples
+on another site's upload: examples that are easy to identify on their own score high on both. A control to lose voids a
+result only if it fails on two samples of non-members.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedveil.config import RunConfig
 from fedveil.contract.task import Task
 from fedveil.errors import ConfigError
 
-_SAME = ("task", "train")  # sections that determine the examples, and how long each is trained on
+_SAME = ("task", "train")  # sections that determine the examples and how long training uses each of them
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class SharedAuditInputs:
         config: run config of the first run.
         attacks: attacks to run.
         members, non_members: the auditor's examples.
-        second: other non-members, for controls that fail on the first.
+        second: other non-members, for controls that fail on the first sample.
         overfitted, taught: trained controls.
-        of_controls: findings of the attacks on the controls.
+        of_controls: attack findings for the controls.
         seed: seed of the bootstrap.
     """
 
@@ -70,7 +70,7 @@ class RunAudit:
     over_sites: Mapping[str, SitePlacements]
 
     def beside(self, bases: Mapping[str, RunAudit]) -> AuditReport:
-        """Return the audit with each attack over all sites, compared with other runs, by digest of their audit.json."""
+        """Return the audit with each attack over all sites, compared with other runs (keyed by audit.json digest)."""
         across = []
         for attack, mine in self.over_sites.items():
             others = {digest: of[attack] for digest, base in bases.items() if attack in (of := base.over_sites)}
@@ -94,9 +94,9 @@ def prepare_shared_inputs(
         asked: every site; each takes part in every run.
         source: the auditor's examples.
         attacks: the attacks to try.
-        by_heart: members of the overfitted control.
-        each: members of each site that are attacked, and non-members; the second sample has as many others. Where
-            there are too few examples for two samples of non-members, each has half of them.
+        by_heart: number of members in the overfitted control.
+        each: number of attacked members per site, and of non-members in each of the two samples. With too few
+            non-members for two such samples, each sample gets half of them.
 
     Raises:
         StateError: there are no captured messages, or no final model.
@@ -120,7 +120,7 @@ def prepare_shared_inputs(
 def draw_compared_samples(
     source: AuditDataSource, config: RunConfig, task: Task, asked: Sequence[str]
 ) -> tuple[dict[str, AuditSample], AuditSample, AuditSample]:
-    """Return members of each site, and two samples of non-members; each has at most half of `source.most` examples.
+    """Return the members of each site and two samples of non-members, each with at most half of `source.most` examples.
 
     Raises:
         ConfigError: there are no examples, or too few.
@@ -136,7 +136,7 @@ def audit_run_pair(told: SharedAuditInputs, folder: Path, config: RunConfig) -> 
 
     Raises:
         StateError: there are no captured messages, or no final model.
-        ConfigError: the run has other examples than the first run.
+        ConfigError: the run's examples differ from those of the first run.
     """
     if any(getattr(config, section) != getattr(told.config, section) for section in _SAME):
         raise ConfigError(
@@ -159,9 +159,9 @@ def audit_run_pair(told: SharedAuditInputs, folder: Path, config: RunConfig) -> 
 def place_sites(
     scored: Mapping[tuple[str, str], Sides], attacks: Sequence[str], models: Mapping[str, str]
 ) -> dict[str, SitePlacements]:
-    """Return the placement values of each attack on all sites, whose models are in `models`.
+    """Return each attack's placement values on all sites; `models` names each site's model.
 
-    Omit attacks without scores for some site, and attacks that give all examples of a site the same score.
+    Omit attacks that lack scores for any site, and attacks that give all examples of a site the same score.
     """
     placed = {}
     for attack in attacks:

@@ -1,12 +1,12 @@
-"""Trained controls, both without defenses.
+"""The two trained controls, both without defenses.
 
 | control | model | an attack |
 |---|---|---|
-| `train_overfitted_control` | has memorized some members | must win, or it measures nothing |
-| `train_control` | trained as well as the run's model, on other members than those scored | must lose |
+| `train_overfitted_control` | has memorized some members | must succeed, or it measures nothing |
+| `train_control` | trained as well as the run's model, on members that are not scored | must fail |
 
-Training on examples of one source lowers the loss of all examples of that source. If the non-members come from another
-source, an attack mistakes this for membership. An untrained model does not show this effect.
+Training on examples from one source lowers the loss on all examples from that source. If the non-members come from
+another source, an attack mistakes this for membership. An untrained model does not show this effect.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
     "train_overfitted_control",
 ]
 
-KNOWN_BY_HEART = 0.1  # of the loss at the start
+KNOWN_BY_HEART = 0.1  # fraction of the initial loss
 _SETTINGS: Mapping[str, object] = {
     "method.name": "fedavg",
     "method.params": "",
@@ -49,8 +49,8 @@ _SETTINGS: Mapping[str, object] = {
     "run.deterministic": True,
     "client.worker": False,
 }
-_SCORED = 64  # examples of a client whose loss decides when training ends
-_DEFENCES = ("dp.", "secure.", "aggregate.")  # keep their defaults, which switch them off
+_SCORED = 64  # number of examples per client whose loss decides when training ends
+_DEFENCES = ("dp.", "secure.", "aggregate.")  # these keep their defaults, which switch them off
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def train_overfitted_control(
 ) -> TrainedControl:
     """Train FedAvg with two clients on `members`.
 
-    Training ends when their loss is KNOWN_BY_HEART of the initial loss, and after `rounds` at the latest.
+    Training ends when their loss falls to KNOWN_BY_HEART of the initial loss, or after `rounds`.
 
     Args:
         task: loaded with `config`.
@@ -131,7 +131,7 @@ def train_control(
 ) -> TrainedControl:
     """Train FedAvg with two clients on `rows`, which no attack may score.
 
-    Training ends when their loss is `loss_share` of the initial loss, and after `rounds` at the latest.
+    Training ends when their loss falls to `loss_share` of the initial loss, or after `rounds`.
 
     Args:
         task: loaded with `config`.

@@ -3,9 +3,9 @@
 An example that is easy to classify is easy in both runs. So a paired comparison needs fewer examples than two separate
 intervals. DeLong, DeLong and Clarke-Pearson 1988: Comparing the Areas under Two or More Correlated
 Receiver Operating Characteristic Curves. Here the area is a mean over sites: each site has its own members, and all
-sites have the same non-members.
+sites share the same non-members.
 
-    v_ij = fraction of the non-members that member j of site i scores above (ties halved),   m_i members,  K sites
+    v_ij = fraction of non-members below member j of site i in score (ties halved),   m_i members,  K sites
     u_k  = mean over the sites of the fraction of their members that score above non-member k,   n non-members
     A = (1/K) sum_i mean_j v_ij,   var A = (1/K^2) sum_i var_j(v_ij) / m_i + var_k(u_k) / n
 
@@ -26,13 +26,13 @@ import numpy as np
 from fedveil.attacks.statistics import Scores, two_sided
 
 Sides = tuple[Scores, Scores]  # scores of members and of non-members
-ALPHA = 0.01  # for all comparisons together
+ALPHA = 0.01  # error rate of all comparisons together
 _MOST_NAME, _MOST_SITES, _MOST_COMPARISONS = 300, 100_000, 1000
 
 
 @dataclass(frozen=True)
 class NormalEstimate:
-    """A value with its standard error; its distribution is taken for normal."""
+    """A value with its standard error, assumed to be normally distributed."""
 
     value: float
     standard_error: float
@@ -62,7 +62,7 @@ class NormalEstimate:
 
 @dataclass(frozen=True)
 class PlacementValues:
-    """The placement values v and u of an area, or of a difference of two areas.
+    """The placement values v and u of an area, or of a difference between two areas.
 
     Attributes:
         of_members: v of each site, shape (m_i,).
@@ -73,7 +73,7 @@ class PlacementValues:
     of_others: Scores
 
     def less(self, other: PlacementValues) -> PlacementValues:
-        """Return the difference from another area of the same examples. Raises ValueError if their numbers differ."""
+        """Return the difference from another area of the same examples. Raises ValueError if their counts differ."""
         mine, theirs = self._rows, other._rows
         if mine != theirs:
             raise ValueError(f"expected scores of the same examples, found {mine} and {theirs}")
@@ -87,10 +87,9 @@ class PlacementValues:
 
     @property
     def standard_error(self) -> float:
-        """Return the standard error of the value, at least the weight of one example.
+        """Return the standard error of the value, which is at least the weight of one example.
 
-        DeLong's estimate is 0 where all examples have the same placement value; the lower limit avoids
-        that.
+        DeLong's estimate is 0 if all examples have the same placement value; the lower limit prevents that.
         """
         of_members = sum(float(site.var(ddof=1)) / len(site) for site in self.of_members) / len(self.of_members) ** 2
         of_others = float(self.of_others.var(ddof=1)) / len(self.of_others)
@@ -115,7 +114,7 @@ def placement_values(sites: Sequence[Sides]) -> PlacementValues:
     sizes = [(len(members), len(others)) for members, others in sites]
     if not sizes or min(map(min, sizes)) < 2 or len({others for _, others in sizes}) > 1:
         raise ValueError(
-            f"expected two examples or more on each side, and as many non-members at each site, found {sizes}"
+            f"expected at least two examples on each side, and equally many non-members at each site, found {sizes}"
         )
     if any(np.isnan(side).any() for sides in sites for side in sides):
         raise ValueError("expected scores that are numbers, found NaN")
@@ -124,7 +123,7 @@ def placement_values(sites: Sequence[Sides]) -> PlacementValues:
 
 
 def _above(scores: Scores, others: Scores) -> Scores:
-    """Return the fraction of `others` that each score is above, ties halved; shape (scores,)."""
+    """Return, for each score, the fraction of `others` below it, counting ties as half; shape (scores,)."""
     ordered = np.sort(others)
     return (np.searchsorted(ordered, scores, "left") + np.searchsorted(ordered, scores, "right")) / (2 * len(others))
 
@@ -145,7 +144,7 @@ class SitePlacements:
 
     @classmethod
     def from_scores(cls, own: Mapping[str, Sides], wrong: Mapping[str, Sides]) -> SitePlacements:
-        """Compute the values from the scores of each site. Raises ValueError as `placement_values`."""
+        """Compute the values from the scores of each site. Raises ValueError like `placement_values`."""
         return cls(
             {site: placement_values([sides]) for site, sides in own.items()},
             {site: placement_values([sides]) for site, sides in wrong.items()},
@@ -159,8 +158,9 @@ class SiteAuroc:
 
     Attributes:
         site: name of the site.
-        auroc: on what the server has of this site: its upload, or the sum that contains it.
-        less_wrong: the AUROC minus that of the same examples on another site's upload; None without such an upload.
+        auroc: AUROC on the server's data about this site: its upload, or the sum that contains it.
+        less_wrong: the AUROC minus the AUROC of the same examples on another site's upload, or None if there is no such
+            upload.
         members, non_members: numbers of examples.
     """
 
@@ -191,7 +191,7 @@ class SiteAuroc:
 
 @dataclass(frozen=True)
 class RunDifference:
-    """Comparison of a run with another run of the same examples.
+    """Comparison of a run with another run on the same examples.
 
     Attributes:
         base: SHA-256 of the other run's audit.json.
@@ -212,12 +212,12 @@ class RunDifference:
 
 @dataclass(frozen=True)
 class SiteAveragedAuroc:
-    """AUROC of one attack on a run: of each site, over the sites, and compared with other runs of the same examples.
+    """AUROC of one attack on a run: per site, over all sites, and compared with other runs on the same examples.
 
     Attributes:
         attack: name of the attack.
         mean: mean over the sites.
-        sites: the sites, in the order of the run.
+        sites: AUROC per site, in the run's order.
         differences: comparisons with other runs.
     """
 
@@ -230,7 +230,7 @@ class SiteAveragedAuroc:
     def from_placements(
         cls, attack: str, mine: SitePlacements, bases: Mapping[str, SitePlacements] | None = None
     ) -> SiteAveragedAuroc:
-        """Compute the values, compared with the runs in `bases`, by the SHA-256 of their audit.json."""
+        """Compute the values, and compare them with the runs in `bases`, keyed by the SHA-256 of their audit.json."""
         sites = [SiteAuroc.from_placements(site, own, mine.wrong.get(site)) for site, own in mine.sites.items()]
         differences = [
             RunDifference(digest, base.mean.less(mine.mean).estimate) for digest, base in (bases or {}).items()

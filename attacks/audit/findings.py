@@ -2,8 +2,8 @@
 
 attacks/audit/verdict.py turns them into sentences.
 
-A verdict comes from a rank test, within labels where members have labels. It is Holm-corrected together
-with all verdicts of its kind: controls to win, controls to lose, and findings about the run.
+Verdicts come from a rank test, per label if members have labels. They are Holm-corrected together
+with all verdicts of the same kind: controls to win, controls to lose, and findings about the run.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fedveil.attacks.audit.delong import SiteAveragedAuroc
 from fedveil.attacks.base import OTHER_ROWS, OVERFITTED, ROUND_0, WRONG_SITE
 from fedveil.errors import StateError
 
-FILE = "audit.json"  # of a run folder: an Audit as JSON
+FILE = "audit.json"  # in a run folder: an audit report as JSON
 PICTURES = "reconstructed.png"  # next to it: reconstructions of the sites' images, if there are any
 RESAMPLES = 1000
-ALPHA = 0.05  # for all verdicts of a kind together
-GATE = 0.001  # instead, of controls to lose that are repeated on other examples before they count as failed
+ALPHA = 0.05  # joint error rate of all verdicts of a kind
+GATE = 0.001  # error rate of controls to lose that are repeated on other examples before they count as failed
 TO_LOSE = (ROUND_0, OTHER_ROWS)
 _MOST_BYTES, _MOST_FINDINGS, _MOST_ATTACKS, _MOST_NAME = 1 << 26, 20_000, 1000, 300
 Numbers = NDArray[np.float64]
@@ -39,9 +39,9 @@ class AttackFinding:
     """One attack on one model.
 
     Attributes:
-        auroc: value and 95 % bootstrap interval.
-        tpr_at_1, tpr_at_01: true positive rate at 1 % and 0.1 % false positives, with intervals.
-        epsilon_bound: lower bound on the epsilon of the training at delta 1e-5, with 95 % confidence.
+        auroc: value and 95% bootstrap interval.
+        tpr_at_1, tpr_at_01: true positive rate at 1% and 0.1% false positives, with intervals.
+        epsilon_bound: lower bound on the epsilon of the training at delta 1e-5, with 95% confidence.
         members, non_members: numbers of examples.
         verdict: "above" or "below" if members score above or below non-members; "contains" if 0.5 is not ruled out.
         p: p-value of the verdict.
@@ -67,7 +67,7 @@ class AttackFinding:
 
     @property
     def is_blind(self) -> bool:
-        """Return whether all examples have the same score, so that the attack could not tell members apart at all."""
+        """Return whether all examples have the same score, so that the attack could not single out members."""
         return self.auroc == (0.5, 0.5, 0.5)
 
 
@@ -90,7 +90,7 @@ class AuditReport:
         notes: sentences, with the verdicts on the controls first.
         undecided: sentences naming the models and uploads for which no attack with valid controls gives a
             result.
-        across: in an audit of several runs of the same examples, each attack by site and over all sites, compared
+        across: in an audit of several runs on the same examples, each attack by site and over all sites, compared
             with other runs.
         epsilon_shown: lower bound on epsilon from canaries; None without canaries.
     """
@@ -127,7 +127,7 @@ class AuditReport:
                 ReconstructionFinding(str(r["site"]), float(r["coverage"]), int(r["staleness"]))
                 for r in content["rebuilt"]
             ]
-            undecided = [str(text) for text in content.get("undecided", [])]  # older files have none of these three
+            undecided = [str(text) for text in content.get("undecided", [])]  # older files lack these three fields
             across = content.get("across", [])
             if len(across) > _MOST_ATTACKS:
                 raise ValueError(f"{len(across)} attacks")
@@ -188,7 +188,7 @@ def correct_for_multiple_tests(found: Sequence[AttackFinding], to_lose: float = 
     """Return the findings with verdicts corrected for the number of findings of each kind.
 
     Args:
-        to_lose: error rate of all verdicts on controls to lose together; ALPHA for each other kind.
+        to_lose: joint error rate of all verdicts on controls to lose; each other kind uses ALPHA.
     """
     p = [f.p for f in found]
     for kind in {f.kind for f in found}:
@@ -206,7 +206,7 @@ def _triple(estimate: statistics.IntervalEstimate) -> tuple[float, float, float]
 
 
 def control_name(attack: str) -> str:
-    """Return the name of an attack's control: the same examples against another site's upload."""
+    """Return the name of an attack's wrong-site control: the same examples against another site's upload."""
     return f"{attack}, {WRONG_SITE}"
 
 
@@ -216,5 +216,5 @@ def is_control_name(attack: str) -> bool:
 
 
 def attack_names(found: Sequence[AttackFinding]) -> list[str]:
-    """Return the names of the attacks, without those of their wrong-site controls."""
+    """Return the names of the attacks, without their wrong-site controls."""
     return list(dict.fromkeys(f.attack for f in found if not is_control_name(f.attack)))

@@ -2,7 +2,7 @@
 
 The audit applies the closed form of `direct_inversion` to each site's first gradients, as the server saw
 them. The closed form is exact for the complete gradient of a single image. Each result is shown next to the
-nearest of the site's own images and the score that the mean of all images would reach.
+nearest of the site's own images, with the score that the mean of all images would reach.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fedveil.config import RunConfig
 from fedveil.contract.task import Task
 from fedveil.tasks.image_classification import ImageClassification
 
-_A_SITE = 2  # gradients tried per site
+_A_SITE = 2  # number of gradients to try per site
 _SITES = 4
 _RECOVERED = 30.0  # dB
 
 
 @dataclass(frozen=True)
 class ContactSheet:
-    """Reconstruction attempts as a picture for human inspection.
+    """Reconstruction attempts as an image for people to inspect.
 
     Attributes:
         png: each attempt next to the nearest of the site's own images.
@@ -42,7 +42,11 @@ class ContactSheet:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """Result for one gradient: the reconstructed image, the nearest own image, its PSNR and the mean image's PSNR."""
+    """Result for one gradient: the reconstructed image, the nearest own image, and the PSNR of both guesses.
+
+    Attributes:
+        score, baseline: PSNR of the reconstruction, and of the mean image.
+    """
 
     label: str
     image: Image
@@ -82,7 +86,7 @@ def reconstruct_images(
 def _of_site(
     view: AdversaryView, task: ImageClassification, site: str, own: torch.Tensor, low: float, high: float
 ) -> list[_Attempt]:
-    """Attack the first gradients of one site, whose images `own` are (images, channels, height, width)."""
+    """Attack the first gradients of one site; `own` has its images, shape (images, channels, height, width)."""
     model, attempts = task.base.model, []
     for upload, _ in zip(view.uploads(site), range(_A_SITE), strict=False):
         observation = observed_gradients.observe_upload(view.exchange.method, upload.payload, task.spec)
@@ -107,12 +111,12 @@ def _notes(attempts: Sequence[_Attempt], batch: int) -> list[str]:
     notes = [
         f"Pictures reconstructed from the sites' gradients by the closed form: {recovered} of {len(attempts)} "
         f"recovered (above {_RECOVERED:g} dB of an image of the site; the best {best:.0f} dB, the mean image "
-        f"{baseline:.0f} dB at best). Gradients were of {batch} image{'s' if batch > 1 else ''}."
+        f"{baseline:.0f} dB at best). Each gradient covers {batch} image{'s' if batch > 1 else ''}."
     ]
     if recovered < len(attempts):
         notes.append(
             "Where the closed form fails, pictures are NOT shown to be safe: it treats withheld entries as zeros and "
-            "needs the gradient of one image. An adversary who matches the entries that were sent does better "
+            "needs the gradient of one image. An adversary that matches the sent entries does better "
             "(`fedveil bench random_binary/adaptive`)."
         )
     return notes

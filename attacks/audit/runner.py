@@ -1,23 +1,23 @@
 """Audit a run: run every applicable attack on the run's captured messages, together with its controls.
 
-| model under attack | who has it |
+| model under attack | available to |
 |---|---|
 | server | every party that gets the final model |
-| <site> | the server: the site's last factors or weights, paired by `factor_pairing.latest` |
-| <site>, merged | the server: the site's last upload, the rest from the broadcast it answered |
-| round 0 | a control: the model is untrained, so an attack must lose |
-| other rows | a control: trained on half of the members and scored on the others, so an attack must lose |
-| another site's upload | a control for attacks on uploads: not trained on the site's examples, so they must not win |
-| overfitted FedAvg | a control: a few memorized members, no defense, so an attack must win |
+| <site> | the server: the site's last factors or weights, paired by `factor_pairing.latest_factors` |
+| <site>, merged | the server: the site's last upload, with the rest from the broadcast that the site answered |
+| round 0 | a control: the model is untrained, so an attack must fail |
+| other rows | a control: trained on half of the members and scored on the others, so an attack must fail |
+| another site's upload | a control for attacks on uploads: not trained on the site's examples, so attacks must fail |
+| overfitted FedAvg | a control: a few memorized members, no defense, so an attack must succeed |
 | <site>, the sum | the server of a secure run: the sum of all sites instead of the upload (attacks/secagg_views.py) |
 
 If an attack's controls fail, the attack proves nothing about the run in either direction, and the result
-says so. In round 0, and for a model trained on other examples, the non-members do not come from the
-members' distribution.
+says so. In round 0, and for a model trained on other examples, the controls show whether the non-members come
+from the members' distribution.
 
 An attack gets the captured messages, the knowledge of every adversary (base model, initial weights, method)
 and unlabeled examples. Only the statistics know which of the examples are members. For a site's model,
-scores are compared within a label: a model that favors its site's labels is no sign of membership.
+scores are compared within a label: a model that favors its site's labels is not a sign of membership.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ _BY_HEART = 64  # number of members of the overfitted control
 _UNREAD: Mapping[str, Sequence[str]] = {
     "weights": (),
     "gradients": (
-        "The sites send gradients, so there is no site model to attack; the alignment is with what they sent.",
+        "The sites send gradients, so there is no site model to attack; the alignment is measured against "
+        "the sent gradients.",
     ),
     "changes": ("The sites' uploads are NOT attacked: they are changes of a proxy, which no attack here can read.",),
 }
@@ -100,13 +101,13 @@ def audit_run(
         config: the run's config.
         asked: every site that the run asked to take part.
         source: the auditor's examples.
-        device: device of the models: "auto", "cpu" or "cuda".
-        say: called with the progress.
-        budget: time limit of the attacks; the controls are always trained, and use part of it.
-        planted: a site, and the folder of the canaries in its examples.
+        device: device for the models: "auto", "cpu" or "cuda".
+        say: called with progress messages.
+        budget: time limit for the attacks; the controls are always trained, and use part of the budget.
+        planted: a site, and the folder with the canaries in its examples.
 
     Returns:
-        The report, and a PNG of reconstructed images; None if the run sends no gradients of images.
+        The report, and a PNG of reconstructed images, or None if the run sends no image gradients.
 
     Raises:
         StateError: there are no captured messages, or no final model.
@@ -154,7 +155,7 @@ def controls_of(
     say: Callable[[str], None],
     by_heart: int = _BY_HEART,
 ) -> tuple[TrainedControl, TrainedControl | None]:
-    """Train the overfitted control, and the control that half of the members train as well as the run's model."""
+    """Train the overfitted control, and a control on half of the members, trained as well as the run's model."""
     assert knowledge.server is not None
     everyone = [row for sample in members.values() for row in sample.rows]
     drawn = random.Random(source.seed).sample(everyone, len(everyone))
@@ -196,18 +197,18 @@ def run_audit(
 
     Args:
         view: the server's view.
-        knowledge: what the adversary knows of the same run; `server` is its final model.
+        knowledge: the adversary's knowledge about the same run; `server` is its final model.
         members: training examples of each site that took part.
-        non_members: examples that no site trained on, of the same distribution.
+        non_members: examples from the same distribution that no site trained on.
         control: the overfitted control.
-        taught: the control of other examples, if there are enough.
+        taught: the control trained on other examples, if there are enough.
         seed: seed of the bootstrap.
         sums: view of a secure run's sums, if its broadcasts reveal them.
         attacks: the attacks to run; by default every installed attack.
-        known: findings about the controls, if they are already known.
+        known: findings about the controls, if already available.
         budget: time limit; steps that do not fit are skipped and named.
         scored: receives the scores of members and non-members, by model and attack.
-        second: other non-members, on which a control to lose must fail too before it counts as failed.
+        second: other non-members; a control to lose counts as failed only if it also fails on them.
 
     Raises:
         ValueError: `knowledge` has no final model.
@@ -244,7 +245,7 @@ class _OfRun:
 
     Attributes:
         server: weights of the server's final model.
-        rebuilt: filled while the sites' models are rebuilt, one at a time, because a model may be large.
+        rebuilt: filled as the sites' models are rebuilt, one at a time, because a model may be large.
     """
 
     view: AdversaryView
@@ -295,6 +296,6 @@ def _summed(site: str) -> str:
 
 
 def _unread(kind: str, attacks: Sequence[AuditAttack]) -> Sequence[str]:
-    """Return sentences on what the audit does not attack in a run with uploads of this kind."""
+    """Return sentences about uploads of this kind that the audit does not attack."""
     read = any(isinstance(attack, UploadAttack) and kind in attack.reads for attack in attacks)
     return () if kind == "changes" and read else _UNREAD[kind]

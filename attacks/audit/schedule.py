@@ -3,9 +3,9 @@
 | case | result |
 |---|---|
 | no budget | every step runs |
-| time is over | no further step begins; the current one ends, so an audit may take longer by one step |
-| the longest step of the same attack so far took longer than the time left | it is skipped; cheaper ones may run |
-| a control | a step before those of its attack: if it does not fit, they do not either |
+| time is up | no further step begins; the current step still finishes, so an audit may run over by one step |
+| the attack's longest step so far took longer than the time left | the step is skipped; cheaper steps may run |
+| a control | runs before the other steps of its attack: if the control does not fit, neither do those steps |
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_MINUTES = 60 * 24 * 30.0
 
 @dataclass(frozen=True)
 class AuditStep:
-    """One attack, or several that share a pass, on one model or on one site's uploads.
+    """One attack, or several attacks in one pass, on one model or on one site's uploads.
 
     Attributes:
         attacks: names of the attacks.
@@ -58,7 +58,7 @@ class TimeBudget:
         """Create the budget from the option --minutes. Raises ConfigError for an invalid duration."""
         if minutes is None:
             return cls()
-        if not 0 < minutes <= _MOST_MINUTES:  # false for a NaN
+        if not 0 < minutes <= _MOST_MINUTES:  # False for NaN
             raise ConfigError(f"--minutes: expected more than 0 and at most {_MOST_MINUTES:g}, found {minutes:g}")
         return cls(60 * minutes)
 
@@ -69,7 +69,7 @@ class TimeBudget:
 
 
 def take_steps(steps: Sequence[AuditStep], budget: TimeBudget) -> list[AuditStep]:
-    """Run the steps, cheapest first and those of equal cost in their order; return the steps that did not fit."""
+    """Run the steps in order of cost, cheapest first (stable); return the steps that did not fit."""
     longest: dict[str, float] = {}
     left = []
     for step in sorted(steps, key=lambda step: step.cost):

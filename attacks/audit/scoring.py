@@ -1,4 +1,4 @@
-"""Run attacks on models, uploads and controls, and keep the statistics of their scores."""
+"""Run attacks on models, uploads and controls, and collect the statistics of their scores."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fedveil.attacks.samples import AuditSample
 from fedveil.contract.param_spec import Weights
 from fedveil.contract.task import Rows, Task
 
-ON_UPLOADS = 64  # examples per side for attacks on uploads, which may need a gradient of each
+ON_UPLOADS = 64  # examples per side for attacks on uploads, which may need a gradient for each example
 Kind = Literal["uploads", "model"]
 KINDS: tuple[Kind, ...] = ("uploads", "model")
 
@@ -39,18 +39,18 @@ KINDS: tuple[Kind, ...] = ("uploads", "model")
 class SecondSample:
     """Non-members on which an attack repeats a failed control to lose before the control counts as failed.
 
-    Several controls on one sample sometimes fail by chance; the same one on two samples hardly ever does.
+    With several controls on one sample, some fail by chance; the same control hardly ever fails on two samples.
 
     Attributes:
-        sample: examples of the same distribution, none of which the first sample has.
-        asks: by model and score name, the function that scores a control's examples, and the sample, again.
+        sample: examples from the same distribution, disjoint from the first sample.
+        asks: for each model and score name, the function that scores a control's examples and a sample again.
     """
 
     sample: AuditSample
     asks: dict[tuple[str, str], Callable[[AuditSample], Sides]] = field(default_factory=dict)
 
     def confirm(self, found: Sequence[AttackFinding]) -> tuple[list[AttackFinding], list[str]]:
-        """Return the findings, where a control to lose fails only if it fails twice, and a sentence per repetition."""
+        """Return the findings, with controls to lose failed only if they fail twice, and a sentence per repetition."""
         confirmed, notes = [*found], []
         for i, f in enumerate(found):
             if f.kind != "to lose" or f.verdict == "contains" or (f.model, f.attack) not in self.asks:
@@ -68,11 +68,11 @@ class SecondSample:
 
 
 class AuditScorer:
-    """Builds the steps of an audit, and keeps their findings.
+    """Builds the steps of an audit, and collects their findings.
 
     Attributes:
         done: the findings.
-        kinds: by score name, whether it is a score of models or of uploads.
+        kinds: for each score name, whether it scores models or uploads.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class AuditScorer:
     ) -> list[AuditStep]:
         """Build the steps for a trained control.
 
-        `members` are scored on its model, and the examples `of_client` on the upload of client "a".
+        `members` are scored on the control's model, and the examples `of_client` on the upload of client "a".
         """
         mine, others = (
             AuditSample(rows, [""] * len(rows)).first(ON_UPLOADS) for rows in (of_client, self._non_members.rows)
@@ -142,11 +142,11 @@ class AuditScorer:
         members: Rows,
         labels: Sequence[str] = (),
     ) -> list[AuditStep]:
-        """Return one step for all attacks on models, which share a pass; no step if there are no such attacks.
+        """Return one step for all attacks on models, which share a pass, or no step if there are no such attacks.
 
         Args:
             on: description of the models.
-            models: yields their names and weights, one after the other.
+            models: yields the models' names and weights, one at a time.
         """
         attacks = [attack for attack in self._on_models if on not in TO_LOSE or on in attack.must_lose]
         name = ", ".join(attack.name for attack in self._on_models)
@@ -167,8 +167,8 @@ class AuditScorer:
         others: AuditSample,
         is_beside: bool = False,
     ) -> list[AuditStep]:
-        """Return a step for each attack that can read the uploads of `site`; it is a control if the rows are another
-        site's."""
+        """Return a step for each attack that can read the uploads of `site`; with rows of another site, the step is
+        a control."""
 
         def step(attack: UploadAttack) -> AuditStep:
             return AuditStep(
@@ -214,7 +214,7 @@ class AuditScorer:
             return
         ask = partial(self._shared.scores, attack) if isinstance(attack, GradientAttack) else attack.scores
         mine = ask(view, site, knowledge, members.rows)
-        asked = (id(attack), id(view), site, *map(id, others.rows))  # for the site's own upload, and for a wrong one
+        asked = (id(attack), id(view), site, *map(id, others.rows))  # own and wrong-site runs share these scores
         if asked not in self._theirs:
             self._theirs[asked] = ask(view, site, knowledge, others.rows)
         theirs = self._theirs[asked]
@@ -249,7 +249,7 @@ class AuditScorer:
             self.done.append(make_finding(model, attack, members, non_members, self._seed, z))
 
     def undecided(self, found: Sequence[AttackFinding], targets: Sequence[tuple[Kind, str]]) -> list[str]:
-        """Return a sentence for each target about which no attack with valid controls gives a result.
+        """Return a sentence for each target for which no attack with valid controls gives a result.
 
         Args:
             found: findings with corrected verdicts.

@@ -1,14 +1,14 @@
-"""An audit as a release gate: from the findings it decides "pass", "leak above the limit" or "undecided".
+"""An audit as a release gate: its findings decide between "pass", "leak above the limit" and "undecided".
 
 | the audit | exit code |
 |---|---|
 | an attack whose controls passed was tried on every model and upload, and no lower bound is above the limit | 0 |
 | a lower bound of an attack whose controls passed, or of canaries, is above the limit | 1 |
-| neither: on some model or upload no such attack was tried | 3 |
+| neither: no such attack was tried on some model or upload | 3 |
 
-Passing does not prove safety: other attacks may find more, and intervals of few examples are wide. The sentence names
-the highest value that was not ruled out. Each bound is at 95 %, not corrected for their number, so a limit close to
-guessing also fails runs that reveal nothing.
+Passing does not prove safety: other attacks may find more, and intervals from few examples are wide. The sentence names
+the highest value that was not ruled out. Each bound is at 95%, without correction for multiple testing, so a limit
+close to guessing also fails runs that reveal nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedveil.errors import ConfigError
 
 PASSES, ABOVE, CANNOT_TELL = 0, 1, 3
 Triple = tuple[float, float, float]
-# Value, lower and upper bound. An epsilon has only a lower bound.
+# Value, lower bound and upper bound. An epsilon has only a lower bound.
 FIGURES: Mapping[str, Callable[[AttackFinding], Triple]] = {
     "auroc": lambda f: f.auroc,
     "tpr-at-1": lambda f: f.tpr_at_1,
@@ -37,8 +37,8 @@ class LeakageThreshold:
     """Threshold of the audit gate. Errors name the options of `fedveil audit`.
 
     Attributes:
-        above: highest lower bound that passes.
-        figure: statistic that is tested, a key of FIGURES.
+        above: highest lower bound that still passes.
+        figure: the tested statistic, a key of FIGURES.
     """
 
     above: float
@@ -48,16 +48,16 @@ class LeakageThreshold:
         if self.figure not in FIGURES:
             raise ConfigError(f"--figure: expected one of {', '.join(FIGURES)}, found {self.figure!r}; name one")
         most = 1000.0 if self.figure == "epsilon" else 1.0
-        if not 0 <= self.above < most:  # false for a NaN; at 1 no rate could fail
+        if not 0 <= self.above < most:  # False for NaN; at 1, no rate could fail
             raise ConfigError(
                 f"--fail-above: expected a number from 0 to below {most:g} for {self.figure}, found {self.above:g}; "
-                "0.5 is guessing where the figure is auroc"
+                "for auroc, 0.5 is guessing"
             )
 
 
 @dataclass(frozen=True)
 class GateDecision:
-    """Decision of the gate: an exit code and a sentence with the reason."""
+    """Decision of the gate: an exit code and a sentence that explains it."""
 
     code: int
     says: str

@@ -6,12 +6,12 @@ the audit reports why it skips the attack (`explain_misfit`).
 
 | case | example |
 |---|---|
-| a site | the auditor's example of that site whose tokens the uploads reveal most |
-| the control to lose | the same, among as many examples that no site has; first tokens may coincide |
+| a site | the auditor's example from that site whose tokens the uploads reveal most |
+| the control to lose | the same, among equally many examples that no site has; first tokens may coincide |
 | the control to win | an example that no site has, on which the auditor takes one step from the same start |
 
-The auditor's examples are a sample. If it has few of a site's examples, an upload may reveal one outside
-the sample.
+The auditor's examples are a sample. If it contains few of a site's examples, an upload may reveal an example
+outside the sample.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from fedveil.tasks.text_generation import TextGeneration
 from fedveil.training.adapter_task import AdaptedTask
 
 POSITIONS = 12  # tokens recovered per example; fewer if examples are shorter
-_SITES, _A_SITE = 4, 4  # number of sites, and of last uploads per site, that are tried
-_WHOLE = 0.9  # fraction of tokens from which an example counts as recovered
+_SITES, _A_SITE = 4, 4  # maximum number of sites, and of last uploads per site, to try
+_WHOLE = 0.9  # minimum fraction of its tokens for an example to count as recovered
 
 
 def explain_misfit(view: AdversaryView, task: Task, config: RunConfig) -> str:
     """Return why tokens cannot be recovered from a run, as text to follow a colon; "" if the attack applies."""
     method, dp = view.exchange.method, config.dp
     if not isinstance(task, TextGeneration):
-        return "the sites' examples are not texts"
+        return "the sites' examples are not text"
     if view.is_unseen:
         return "the server saw only sums of the uploads"
     if method.upload_kind == "changes":
-        return "it reads LoRA factors or their gradients, and the sites of this run send changes of a proxy"
+        return "it reads LoRA factors or their gradients, but the sites of this run send changes to a proxy"
     if config.train.precision != "fp32":
-        return f"it needs single precision, and the sites of this run train in {config.train.precision}"
+        return f"it needs single precision, but the sites of this run train in {config.train.precision}"
     if method.upload_kind == "gradients":
         whole = getattr(method, "exchange", "batch") == "batch"
-        return "" if whole else "it reads one step, and the sites of this run send the result of many steps"
+        return "" if whole else "it reads one step, but the sites of this run send the result of many steps"
     if not dp.clip_norm:
         return (
-            "it reads one step of plain SGD, and the sites of this run train by AdamW, whose step spans another space"
+            "it reads one step of plain SGD, but the sites of this run train with AdamW, whose step spans another space"
         )
     if dp.noise_multiplier or config.secure.noise == "sum":
         return "the sites of this run add noise to every step, which hides the span"
     if config.train.max_steps != 1:
         asked = config.train.max_steps or "as many as their epochs have"
-        return f"it reads one step, and the sites of this run take {asked} in a participation (train.max-steps)"
+        return f"it reads one step, but the sites of this run take {asked} per participation (train.max-steps)"
     return ""
 
 
@@ -67,7 +67,7 @@ def describe_recovery(
     non_members: AuditSample,
     is_over: Callable[[], bool] = lambda: False,
 ) -> list[str]:
-    """Return sentences on the tokens recovered from a run. Once `is_over` is true, no further site is tried.
+    """Return sentences about the tokens recovered from a run. Once `is_over` is true, no further upload is tried.
 
     Args:
         view: the server's view.
@@ -102,7 +102,7 @@ def describe_recovery(
 
 
 def _one_step(task: AdaptedTask, turn: ObservedClientUpdate, name: str, places: Sequence[object], row: object) -> float:
-    """Return the fraction of an example's tokens that its own gradient at the client round's start reveals."""
+    """Return the fraction of an example's tokens revealed by its own gradient at the start of the client round."""
     task.put(turn.start)
     moved = row_gradient(task, row)[name]
     return token_recovery.recovered_share(token_recovery.read_tokens(moved, places), list(row.ids))  # type: ignore[arg-type, attr-defined]
@@ -143,6 +143,6 @@ def audit_notes(
     non_members: AuditSample,
     is_over: Callable[[], bool] = lambda: False,
 ) -> list[str]:
-    """Return the audit's notes: those of `describe_recovery`, or the reason why tokens were skipped."""
+    """Return the audit's notes: those of `describe_recovery`, or the reason why the attack was skipped."""
     reason = explain_misfit(view, knowledge.task, config) or ("there was not enough time" if is_over() else "")
     return [_left_out(reason)] if reason else describe_recovery(view, knowledge, members, non_members, is_over)

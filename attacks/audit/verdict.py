@@ -1,12 +1,12 @@
 """Summarize an audit in words: the attacks that count, the members found, and findings that prove little.
 
 A control is a model for which the answer is known (attacks/audit/runner.py). If an attack's controls fail,
-it proves nothing about the run in either direction, and its note says so. Verdicts are corrected for
+the attack proves nothing about the run in either direction, and its note says so. Verdicts are corrected for
 multiple testing (attacks/audit/findings.py). So fewer than one in twenty audits of runs without leakage
 report membership, regardless of the number of models and attacks.
 
 A control to lose with few examples rules out little: with 64 examples per side its interval reaches about
-0.6. A finding on the run within that range may reflect examples that differ anyway, so it is counted
+0.6. A finding about the run within that range may merely reflect different examples, so it is counted
 separately (`in_band`).
 """
 
@@ -19,7 +19,7 @@ from fedveil.attacks.audit.findings import AttackFinding, attack_names, control_
 
 
 def to_lose(found: Sequence[AttackFinding], attack: str) -> list[AttackFinding]:
-    """Return the controls that the attack must lose and could win."""
+    """Return the controls where the attack must fail but could succeed."""
     lost = [f for f in found if f.kind == "to lose" and f.attack in (attack, control_name(attack))]
     return [f for f in lost if not f.is_blind]
 
@@ -36,13 +36,13 @@ def explain_unusable(found: Sequence[AttackFinding], attack: str) -> list[str]:
     if not lost or failed:
         details = ", ".join(f"{f.model}: {_shown(f)}" for f in failed) or "no control that could fail was tried"
         reasons.append(
-            f"it separates examples that were not trained on there ({details}): the examples differ by themselves"
+            f"it separates examples that the model was not trained on ({details}): the examples themselves differ"
         )
     return reasons
 
 
 def in_band(found: Sequence[AttackFinding], one: AttackFinding) -> bool:
-    """Return whether a finding shows membership by no more than the attack may reach on untrained examples."""
+    """Return whether a finding shows no more membership than the attack may find in untrained examples."""
     return one.verdict == "above" and one.auroc[0] <= max((f.auroc[2] for f in to_lose(found, one.attack)), default=0.0)
 
 
@@ -82,7 +82,7 @@ def _attacks(count: int) -> str:
 def control_notes(
     found: Sequence[AttackFinding], overfitted: TrainedControl, taught: TrainedControl | None
 ) -> list[str]:
-    """Return one sentence per attack: the result of its controls and the consequence for the run.
+    """Return one sentence per attack: the result of its controls and what that means for the run.
 
     Args:
         found: findings with corrected verdicts.

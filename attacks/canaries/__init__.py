@@ -1,1 +1,1 @@
-"""Canaries: examples that coins include or exclude, and the epsilon bound from the coins that one run reveals."""
+"""Canaries: examples included or excluded by coin flips, and the epsilon bound from the coins that one run reveals."""

@@ -1,28 +1,29 @@
 """A lower bound on epsilon from one training run: the auditor guesses the coins that included or excluded canaries.
 
 Steinke, Nasr, Jagielski: Privacy Auditing with One (1) Training Run. NeurIPS 2023, arXiv 2305.08846, Theorem 5.2 and
-Corollary 5.4. We did not have the paper: the formula is that of appendix D as other projects quote it (such as
-jax_privacy's `auditing`). It gives the two published values that they quote, from appendix D and section 7.
+Corollary 5.4. We did not have the paper: the formula is from appendix D, as quoted by other projects (such as
+jax_privacy's `auditing`). The formula reproduces the two published values that they quote, from appendix D and section
+7.
 
 | paper | here | |
 |---|---|---|
 | m | canaries | coins, fair and independent of each other |
-| r | guesses | by an auditor who sees only the output; it does not guess the other coins |
+| r | guesses | made by an auditor who sees only the output and does not guess the other coins |
 | v | correct | number of correct guesses |
 | W | | the number of correct guesses if the mechanism were (epsilon, delta)-private |
 
     q = e^eps / (e^eps + 1),   f(v) = P[Binomial(r, q) >= v]
     P[W >= v] <= f(v) + 2 m delta max_(1 <= i <= v) (f(v - i) - f(v)) / i
 
-Formal guarantees: the bound is above the mechanism's epsilon, at `delta`, with probability 1 - confidence at most. The
-neighbouring relation is that of a coin: two data sets are neighbours if one coin differs. Guesses may depend on each
-other in any way. Their number is fixed in advance: `best_epsilon_bound` tries the numbers of `_PARTS` and several
-scores, and divides the error among them (Bonferroni).
+Formal guarantees: the bound is above the mechanism's epsilon, at `delta`, with probability at most 1 - confidence. Two
+data sets are neighbors if they differ in one coin. Guesses may depend on each other in any way. Their number is fixed
+in advance: `best_epsilon_bound` tries the numbers in `_PARTS` and several scores, and divides the error among them
+(Bonferroni).
 
 | case | result |
 |---|---|
-| no guess, or no more correct guesses than by chance | 0 |
-| every guess correct | finite: m coins bound at most about ln(m / ln(1 / (1 - confidence))) |
+| no guesses, or no more correct guesses than chance would give | 0 |
+| every guess correct | finite: m coins give a bound of at most about ln(m / ln(1 / (1 - confidence))) |
 | all scores equal | random guesses: 0, except with probability 1 - confidence |
 | delta 0 | only the binomial tail |
 
@@ -45,7 +46,7 @@ from fedveil.attacks.statistics import Scores
 __all__ = ["EpsilonLowerBound", "best_epsilon_bound", "epsilon_at_least", "p_value"]
 
 _PARTS = (1, 2, 4)  # guess all coins, half of them, and a quarter
-_LARGEST, _STEPS = 60.0, 45  # of epsilon; halvings
+_LARGEST, _STEPS = 60.0, 45  # largest epsilon; number of halvings
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class EpsilonLowerBound:
     Attributes:
         epsilon: lower bound at `delta`; 0 means that nothing was shown.
         delta, confidence: parameters of the bound.
-        score: name of the score that gave the bound.
+        score: name of the score that produced the bound.
         canaries, guesses, correct: m, r and v.
     """
 
@@ -72,7 +73,7 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
     """Return the maximum probability of this many correct guesses under (epsilon, delta)-privacy.
 
     Raises:
-        ValueError: impossible counts, or an epsilon or delta outside its range.
+        ValueError: impossible counts, or an epsilon or delta out of range.
     """
     if not 0 <= correct <= guesses <= canaries or canaries < 1:
         raise ValueError(f"expected 0 <= correct <= guesses <= canaries, found {correct}, {guesses}, {canaries}")
@@ -89,7 +90,7 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
 
 @lru_cache(maxsize=1 << 12)
 def epsilon_at_least(canaries: int, guesses: int, correct: int, delta: float, confidence: float = 0.95) -> float:
-    """Return the largest epsilon that this many correct guesses rule out, with that confidence; 0 if none.
+    """Return the largest epsilon that this many correct guesses rule out at the given confidence; 0 if none.
 
     Raises:
         ValueError: like `p_value`, or a confidence that is not between 0 and 1.
@@ -110,12 +111,12 @@ def best_epsilon_bound(
     """Return the best bound over several scores and numbers of guesses, corrected for their number.
 
     Args:
-        scores: arrays of shape (canaries,) by name, above 0 if the coin is more likely true; further from 0 means more
+        scores: arrays of shape (canaries,) by name, above 0 if the coin is more likely true; farther from 0 means more
             certain. They depend on the mechanism's output and not on the coins.
-        coins: (canaries,) results of the coins.
+        coins: (canaries,) results of the coin flips.
 
     Raises:
-        ValueError: no scores, not as many scores as coins, or a score that is not finite.
+        ValueError: no scores, a different number of scores than coins, or a non-finite score.
     """
     if not scores or not len(coins) or any(len(s) != len(coins) or not np.isfinite(s).all() for s in scores.values()):
         lengths = {name: len(s) for name, s in scores.items()}

@@ -1,19 +1,19 @@
-"""Canary pairs in a site's examples: a coin selects one of each pair, and a run reveals the coins (one_run.py).
+"""Canary pairs in a site's examples: a coin selects one canary per pair, and a run reveals the coins (one_run.py).
 
 A canary is an example with another example's target: a model can learn this combination only from the
-canary. Each position holds one canary of a pair. Data sets of different coins thus differ by replacing one
+canary. Each position holds one canary of a pair. Data sets with one different coin thus differ in one replaced
 example, so the adjacency is replace-one. The coins affect neither the number of examples nor their
 positions.
 
 For a run with `dp.unit-column`, a canary is a whole unit of k rows with the targets of another unit's rows, and the
-adjacency is that of one replaced unit. Its score is the mean of its rows' scores. The used units lose their rows
-beyond k. A guarantee for a row says nothing about such a canary.
+adjacency replaces one unit. A canary's score is the mean of its rows' scores. The units used lose their rows beyond k.
+A guarantee for a row says nothing about these canaries.
 
-| file in a folder of canaries | content |
+| file in a canary folder | content |
 |---|---|
-| `data/train.*` | the site's training data: its examples without two per pair, plus one of each pair |
+| `data/train.*` | the site's training data: its examples minus two per pair, plus one canary of each pair |
 | `secret/first.*`, `secret/second.*` | the pairs, in the same order |
-| `secret/coins.json` | the chosen one of each pair; people who train must not read it |
+| `secret/coins.json` | which canary of each pair was chosen; the people who train must not read it |
 
 | score of a pair | first canary's value minus the second's |
 |---|---|
@@ -24,7 +24,7 @@ beyond k. A guarantee for a row says nothing about such a canary.
 |---|---|
 | a run that never trained on the canaries | a bound of 0, except with probability 1 - confidence |
 | canaries that `task.examples-per-site` left out | their coins are guessed at random, which lowers the bound |
-| a claim of zero-out | another adjacency: both are shown, but not compared |
+| a guarantee with zero-out adjacency | both epsilons are shown, but not compared |
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ __all__ = [
 LEAST, MOST = 20, 20_000  # pairs
 MOST_UNIT_ROWS = 1000
 DATA, SECRET, FIRST, SECOND, COINS = "data", "secret", "first", "second", "coins.json"
-DELTA = 1e-5  # if the run claims no delta
+DELTA = 1e-5  # used if the run claims no delta
 _MOST_BYTES, _MOST_UPLOADS = 1 << 20, 8
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class CanaryPlan:
-    """Data to write: `train` for the site, and the rows of each side of the pairs, canary after canary."""
+    """Data to write: `train` for the site, and the canaries' rows on each side of the pairs, in order."""
 
     train: Sequence[Row]
     first: Sequence[Row]
@@ -87,15 +87,15 @@ def plant_canaries(
     units: Sequence[Sequence[int]] | None = None,
     unit_rows: int = 1,
 ) -> CanaryPlan:
-    """Create a canary pair for each coin; the training data gets the first one if the coin is true.
+    """Create a canary pair for each coin; the training data gets the pair's first canary if the coin is true.
 
     Args:
         rows: the site's examples.
         column: column of the target.
         coins: (pairs,) fair coins, independent of everything else.
         choice: selects the examples that become canaries, independently of the coins.
-        units: the rows of each unit; None: each row is one.
-        unit_rows: rows of a canary; units with fewer are no canaries.
+        units: the rows of each unit; None means that each row is a unit.
+        unit_rows: number of rows in a canary; units with fewer rows cannot become canaries.
 
     Raises:
         ConfigError: too few or too many pairs, or too few examples.
@@ -111,7 +111,7 @@ def plant_canaries(
         )
     drawn = choice.sample(large, 2 * pairs)
     used = [tuple(unit[:unit_rows]) for unit in drawn]
-    # Each takes the targets of the one before; the first takes those of the last.
+    # Each canary takes the targets of the one before it; the first takes the targets of the last.
     swapped = [
         [{**rows[at], column: rows[other][column]} for at, other in zip(unit, used[i - 1], strict=True)]
         for i, unit in enumerate(used)
@@ -126,12 +126,12 @@ def plant_canaries(
 
 
 def canary_coins(folder: Path) -> NDArray[np.bool_]:
-    """Return the coins in a folder of canaries. Raises StateError if it is not such a folder."""
+    """Return the coins in a canary folder. Raises StateError if `folder` is not one."""
     return _read_coins(folder)[0]
 
 
 def canary_rows(folder: Path) -> int:
-    """Return the number of rows of a canary in a folder of canaries. Raises StateError like `canary_coins`."""
+    """Return the number of rows per canary in a canary folder. Raises StateError like `canary_coins`."""
     return _read_coins(folder)[1]
 
 
@@ -150,14 +150,14 @@ def _read_coins(folder: Path) -> tuple[NDArray[np.bool_], int]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise StateError(
             f"{file}: expected the coins that fedveil canaries wrote, found {type(error).__name__}: {error}; name the "
-            "folder that it made"
+            "folder that it created"
         ) from None
 
 
 def bound_from_audit(
     folder: Path, site: str, view: AdversaryView, knowledge: AdversaryKnowledge, delta: float
 ) -> EpsilonLowerBound:
-    """Bound epsilon from below by how well a run reveals the coins of one site.
+    """Bound epsilon from below by how well a run reveals one site's coins.
 
     Args:
         folder: folder of the canaries.
@@ -166,7 +166,7 @@ def bound_from_audit(
         knowledge: adversary knowledge that includes the run's final model.
 
     Raises:
-        StateError: not a folder of canaries.
+        StateError: `folder` is not a canary folder.
         ConfigError: the site did not take part, or the number of pairs differs from the number of coins.
     """
     (coins, unit_rows), task = _read_coins(folder), knowledge.task
@@ -185,7 +185,7 @@ def canary_scores(
         site: site whose examples contain the canaries.
         view: view of the server, or of its sums.
         knowledge: includes the run's final model.
-        first, second: the prepared rows of each canary, by pair; a unit's rows share one score, their mean.
+        first, second: the preprocessed rows of each canary, by pair; a unit's score is the mean over its rows.
     """
     rows = [row for each in (*first, *second) for row in each]
     scores = {"loss": _falls(knowledge, rows)}
@@ -200,7 +200,7 @@ def describe_bound(
 ) -> str:
     """Return a sentence that compares the bound with the run's privacy guarantee.
 
-    `unit_rows`: rows of a canary. `by_units`: the guarantee is for a unit, not for a row.
+    `unit_rows`: number of rows in a canary. `by_units`: whether the guarantee is for a unit, not for a row.
     """
     relation = Adjacency.REPLACE_ONE
     of_units = f", units of {unit_rows} rows" if unit_rows > 1 else ""
@@ -227,7 +227,7 @@ def describe_bound(
 
 
 def _rows(task: Task, folder: Path, name: str, count: int, unit_rows: int) -> list[Rows]:
-    """Return the rows of each canary of one side."""
+    """Return the rows of each canary on one side of the pairs."""
     files = sorted(folder.glob(f"{name}.*"))
     if len(files) != 1:
         raise StateError(f"{folder}: expected one file {name}.jsonl or {name}.parquet, found {len(files)}")
@@ -243,7 +243,7 @@ def _rows(task: Task, folder: Path, name: str, count: int, unit_rows: int) -> li
 
 
 def _falls(knowledge: AdversaryKnowledge, rows: Rows) -> Scores:
-    """Return the loss under the public base minus that under the run's model, shape (rows,)."""
+    """Return the loss under the public base minus the loss under the run's model, shape (rows,)."""
     if knowledge.server is None:
         raise ValueError(
             "knowledge.server: expected the server's final model, found None; pass it to AdversaryKnowledge"
@@ -253,7 +253,7 @@ def _falls(knowledge: AdversaryKnowledge, rows: Rows) -> Scores:
 
 
 def _of_pairs(scores: Scores, sizes: Sequence[int]) -> Scores:
-    """Return the mean over the first's rows minus the second's, (pairs,); `sizes` lists firsts, then seconds."""
+    """Return each pair's mean score on the first canary minus the second, (pairs,); `sizes`: firsts, then seconds."""
     means = np.array([part.mean() if len(part) else 0.0 for part in np.split(scores, np.cumsum(sizes)[:-1])])
     half = len(means) // 2
     return np.asarray(means[:half] - means[half:])

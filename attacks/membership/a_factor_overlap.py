@@ -1,4 +1,4 @@
-"""Overlap: measures how much of the update of A lies along an example's own gradient, for any B.
+"""Overlap: how much of the update of A lies along an example's own gradient, for any B.
 
 The server's last known B is 0 if a site sent only A and B was never seen. This happens in FedSA-LoRA,
 FedRand with rho = 1, or a first client round that drew A. An example then has no gradient in A, so
@@ -9,9 +9,9 @@ FedRand with rho = 1, or a first client round that drew A. An example then has n
     o_l = g_l D_l^T     (r x r), g_l = dL/dA at B' in layer l, D_l = A_sent - A_broadcast
     score = sqrt(sum_l |o_l|^2 / (sum_l |g_l|^2 sum_l |D_l|^2))
 
-The norm of o_l has no sign and prefers no direction. An example that moved A in any mix of its r directions
-has a large norm. The score is ours. ProjRes (`projection_residual`) also assumes that an example's gradient
-lies in the span of its inputs.
+The norm of o_l has no sign and favors no direction. An example that moved A in any mix of its r directions
+has a large norm. This score is our own. ProjRes (`projection_residual`) also relies on an example's gradient
+lying in the span of its inputs.
 
 | case | result |
 |---|---|
@@ -33,7 +33,7 @@ from fedveil.attacks.membership.gradient_attacks import Gradient, Read
 
 __all__ = ["EPSILON", "is_blind", "overlap_with", "probe_b_factor"]
 
-EPSILON = 1e-3  # of orthonormal columns: the model hardly changes, and a gradient's scale cancels
+EPSILON = 1e-3  # scale of the orthonormal columns: the model hardly changes, and a gradient's scale cancels
 _A, _B = ".lora_A", ".lora_B"
 
 
@@ -44,7 +44,7 @@ def is_blind(turn: ObservedClientUpdate) -> bool:
 
 
 def probe_b_factor(turn: ObservedClientUpdate, number: int) -> ObservedClientUpdate:
-    """Return the client round with B' (drawn from `number`, the same for all sites and rounds) in place of every B."""
+    """Return the client round with every B replaced by B', drawn with the seed `number` at all sites and rounds."""
     start = dict(turn.start)
     for name, b in turn.start.items():
         if name.endswith(_B):
@@ -56,7 +56,7 @@ def probe_b_factor(turn: ObservedClientUpdate, number: int) -> ObservedClientUpd
 
 
 def overlap_with(turn: ObservedClientUpdate) -> Read:
-    """Return a function that scores the overlap of an example's gradient with the update of A; 0 if either is 0."""
+    """Return a function that scores how an example's gradient overlaps with the update of A; 0 if either is 0."""
     moved = {name: d.double() for name, d in turn.moved.items() if name.endswith(_A)}
     length = sum(float(d.square().sum()) for d in moved.values())
 

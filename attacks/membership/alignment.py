@@ -1,13 +1,13 @@
-"""An adaptive attack on partial uploads: measures how well a sent factor's update aligns with an example's gradient.
+"""An adaptive attack on partial uploads: how well a sent factor's update aligns with an example's gradient.
 
-The server knows the start of a site's training, and the end of each tensor that the site sent (`client_updates`).
-Training on an example moves a tensor along the example's negative gradient. Per-example gradients as membership
-signals: Nasr, Shokri, Houmansadr 2019, and Li, Rezaei, Liu 2023 (cosine attack).
+The server knows the values at which a site's training starts, and the final values of each tensor that the site sent
+(`client_updates`). Training on an example moves a tensor along the example's negative gradient. Per-example gradients
+as membership signals: Nasr, Shokri, Houmansadr 2019, and Li, Rezaei, Liu 2023 (cosine attack).
 
     score(x) = mean over the last uploads of cos(-dL(x)/dS at the start, S_sent - S_broadcast),  S = the sent tensors
 
 If a site sent only A and the server never saw B, the last known B is 0. An example then has no gradient in A, and the
-cosine would be 0 for every example. So the score is the mean `a_factor_overlap` at PROBES random B.
+cosine would be 0 for every example. So the score is the mean `a_factor_overlap` over PROBES random values of B.
 
 Adaptive note: on the tiny LLaVA under FedSA-LoRA (six sites of 30 captions, 8 rounds of 12 steps of AdamW, one seed)
 the cosine had an AUROC of 0.50 by construction, the overlap 0.78 on a site's own upload and 0.60 on another site's.
@@ -30,7 +30,7 @@ from fedveil.contract.task import Rows
 
 __all__ = ["PROBES", "AlignmentAttack", "alignment_scores"]
 
-PROBES = 2  # number of random B for a B that was never seen
+PROBES = 2  # number of random draws to replace a B that was never seen
 
 
 def _aligned_with(turn: ObservedClientUpdate) -> Read:
@@ -42,7 +42,7 @@ class AlignmentAttack(GradientAttack):
     """The score "alignment": the mean cosine, or overlap, over the site's last uploads; 0 if nothing changed.
 
     Attributes:
-        uploads: number of last uploads.
+        uploads: number of last uploads to use.
     """
 
     uploads: int = 1
@@ -59,7 +59,7 @@ class AlignmentAttack(GradientAttack):
 
     @override
     def beside(self, turns: ObservedClientUpdates, site: str, index: int) -> Iterator[ObservedClientUpdate]:
-        """Yield the client round as observed, or once with each probe."""
+        """Yield the client round as observed, or once per probe."""
         turn = turns.at(site, index)
         yield from (probe_b_factor(turn, number) for number in range(PROBES)) if is_blind(turn) else (turn,)
 

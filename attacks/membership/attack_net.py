@@ -1,4 +1,4 @@
-"""The attack net of `shadow_models`: Linear(n, 32) - ReLU - Linear(32, 2), trained with cross entropy on logits."""
+"""The attack network of `shadow_models`: Linear(n, 32) - ReLU - Linear(32, 2), trained with cross entropy on logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HIDDEN = 32
 
 @dataclass(frozen=True)
 class AttackNet:
-    """A trained net: Linear - ReLU - Linear; it standardises its inputs."""
+    """A trained network, Linear - ReLU - Linear, that standardizes its inputs."""
 
     weights: Sequence[Tensor]
     mean: Tensor
@@ -44,12 +44,12 @@ def fit_attack_net(
     patience: int,
     generator: torch.Generator,
 ) -> AttackNet:
-    """Train a net with full-batch Adam, and return the net with the lowest held-out loss.
+    """Train a network with full-batch Adam, and return its version with the lowest held-out loss.
 
     Args:
         known, held: training and held-out records: inputs (rows, n) and labels (rows,), 0 for "out" or 1 for "in".
         patience: training ends after this many epochs without a lower held-out loss.
-        generator: random generator of the initial weights.
+        generator: random generator for the initial weights.
     """
     inputs, labels = known
     net = AttackNet((), inputs.mean(0), inputs.std(0).clamp_min(1e-6))

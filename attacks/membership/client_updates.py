@@ -1,25 +1,25 @@
-"""Updates of a run's sites as seen by one adversary: where each client round started and ended.
+"""Updates of a run's sites as seen by one adversary: the weights at the start and end of each client round.
 
-The server broadcast the start of each sent tensor and sees its end, so it knows both exactly. A tensor that
-the site kept is set to the last value the server saw, as in `factor_pairing`. If sites keep no tensors
+The server broadcasts the initial value of each sent tensor and sees its final value, so it knows both exactly. A
+tensor that the site kept is set to the last value the server saw, as in `factor_pairing`. If sites keep no tensors
 (FedRand w/o past), the broadcast is the exact start. With a residual, `residual_replay` gives the exact start.
 
 SCAFFOLD corrects every step by c - c_i. The server knows this correction: it broadcasts c, and the changes
-of c_i add up to it. AdamW scales a correction per entry, down to its signs if it has no other input. So the
-update is read without its components along c - c_i and along the signs of it. Adaptive note: measured on
-the tiny LLaVA (six sites of 30 captions, 8 rounds of 12 steps of AdamW, five seeds). `alignment` reached
-0.72 from the raw updates and 0.91 from the projected ones. On two of the seeds, `fedmia` rose from 0.88 to
-0.97, `projection` of B from 0.85 to 0.90, and of A from 0.80 to 0.82.
+of c_i add up to c_i. AdamW scales the correction entry by entry; with no other input, only its signs remain. So the
+components along c - c_i and along its signs are removed from the update. Adaptive note: measured on
+the tiny LLaVA (six sites of 30 captions, 8 rounds of 12 steps of AdamW, five seeds), `alignment` reached
+0.72 from the raw updates and 0.91 from the projected updates. On two of the seeds, `fedmia` rose from 0.88 to
+0.97, `projection` of B from 0.85 to 0.90, and `projection` of A from 0.80 to 0.82.
 
 | case | result |
 |---|---|
 | a site that lost its c_i | the sum is wrong, so the projection removes the wrong two-dimensional plane |
-| sums of several sites | unchanged: with all sites in every round their corrections cancel |
+| sums of several sites | unchanged: with all sites in every round, their corrections cancel |
 | a view without the client round's broadcast | unchanged: c is not known |
 
-Messages are decoded only when a client update is requested, and then only its own two. Earlier messages are
-decoded for c_i, and for tensors whose start the update's own broadcast does not give. For the latter the
-search goes back from the most recent message until it finds one.
+Messages are decoded only when a client update is requested, and then only that update's two messages. Earlier
+messages are also decoded to compute c_i, and to find initial values missing from the update's own broadcast; that
+search starts at the most recent message and stops as soon as it has found them.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from fedveil.wire.payloads import payload_tensors
 
 __all__ = ["ObservedClientUpdate", "ObservedClientUpdates", "remove_correction"]
 
-_ALIKE = 1e-9  # relative length below which the remainder of a vector, after projecting out a parallel one, is rounding
+_ALIKE = 1e-9  # relative length below which a vector's remainder after a projection counts as rounding error
 
 
 @dataclass(frozen=True)
 class ObservedClientUpdate:
-    """One participation of a site, as the server knows it.
+    """One participation of a site, as known to the server.
 
     Attributes:
         round: number of the round.
         start: every tensor of the spec, before training.
-        moved: change of each tensor that the site sent; under SCAFFOLD without the correction.
-        probe: number of the random draw of B in `start`, if the server never saw B; None if as observed.
+        moved: change of each tensor that the site sent; under SCAFFOLD, without the correction.
+        probe: number of the random draw of B in `start` if the server never saw B; otherwise None.
     """
 
     round: int
@@ -79,7 +79,7 @@ class ObservedClientUpdates:
     """
 
     def __init__(self, view: AdversaryView, initial: Weights) -> None:
-        """Read the index of captured messages. `initial`: the weights of round 0, which every party can generate."""
+        """Read the index of captured messages. `initial` has the weights of round 0, which every party can generate."""
         self._view, self._initial, self._of = view, initial, view.participations()
         self.sites = sorted(self._of)
         self._controls: dict[str, tuple[int, Mapping[str, Tensor]]] = {}
@@ -89,11 +89,11 @@ class ObservedClientUpdates:
         return [part.up.round for part in self._of.get(site, ())]
 
     def of_round(self, site: str, round_: int) -> list[ObservedClientUpdate]:
-        """Return a site's client rounds in one round: several if the server repeated it."""
+        """Return a site's client rounds in one round; there are several if the server repeated the round."""
         return [self.at(site, i) for i, round_number in enumerate(self.rounds(site)) if round_number == round_]
 
     def at(self, site: str, index: int) -> ObservedClientUpdate:
-        """Return one client round of a site; index -1 is its last."""
+        """Return one client round of a site; index -1 is the last one."""
         parts = self._of[site]
         index %= len(parts)
         got = self._got(parts[index])
@@ -106,7 +106,7 @@ class ObservedClientUpdates:
             return ObservedClientUpdate(upload.round, start, {n: w - start[n] for n, w in pairs.items()})
         sent = self._left(upload, got)
         past = self._past(parts[:index], {n for n in self._initial if n not in sent or n not in got})
-        fallback = {**self._initial, **got, **past}  # a tensor that is not sent: the site's last known value
+        fallback = {**self._initial, **got, **past}  # for tensors that were not sent: the site's last known values
         start = {n: (got.get(n, fallback[n]) if n in sent else fallback[n]).float() for n in self._initial}
         moved = {n: w - start[n] for n, w in sent.items()}
         if isinstance(self._view.exchange.method, Scaffold) and got and not self._view.is_unseen:
@@ -123,7 +123,7 @@ class ObservedClientUpdates:
         for part in self._of[site][done:index]:
             for name, change in payload_tensors(self._view.read(part.up).payload).items():
                 if name.startswith(CONTROL):
-                    total[name] = total.get(name, 0.0) + change.double()  # the sum of two could overflow fp32
+                    total[name] = total.get(name, 0.0) + change.double()  # the sum of two changes could overflow fp32
         self._controls[site] = index, total
         return total
 
@@ -133,9 +133,9 @@ class ObservedClientUpdates:
         return exchange.method.starting_weights(received, exchange.spec)
 
     def _left(self, upload: ObservedMessage, got: Weights) -> dict[str, Tensor]:
-        """Return the values of each tensor that the site sent, at the end of its training.
+        """Return the final values of each tensor that the site sent.
 
-        A gradient counts as one step of rate 1 that changes no withheld entry.
+        A gradient counts as one step with learning rate 1 that changes no withheld entry.
         """
         exchange = self._view.exchange
         if exchange.method.upload_kind != "gradients":
@@ -148,7 +148,7 @@ class ObservedClientUpdates:
         }
 
     def _past(self, before: Sequence[ObservedParticipation], names: set[str]) -> dict[str, Tensor]:
-        """Return the values of these tensors when the site last sent them, omitting tensors that it never sent."""
+        """Return these tensors' values as the site last sent them, omitting tensors that it never sent."""
         past_tensors: dict[str, Tensor] = {}
         if not self._view.exchange.method.keeps_past:
             return past_tensors

@@ -1,26 +1,27 @@
-"""FedMIA: an example is a member of a site if that site's upload aligns with its gradient more than the others' do.
+"""FedMIA: an example is a site's member if its gradient aligns more with that site's upload than with the others'.
 
 Zhu, Li, Gu, Yao, Fan, Han: FedMIA: An Effective Membership Inference Attack Exploiting "All for One" Principle in
-Federated Learning. CVPR 2025, arXiv 2402.06289. We had only its abstract, the start of its text and its README.
+Federated Learning. CVPR 2025, arXiv 2402.06289. We had only the paper's abstract, the start of its text, and the
+README.
 
-At most one site has an example, so the uploads of all other sites give the null distribution.
+At most one site has any given example, so the uploads of all other sites give the null distribution.
 
-    M_k(x) = cosine of -dL(x)/dS at the start with the update of site k, S = the tensors that it sent (see `alignment`)
+    M_k(x) = cosine of -dL(x)/dS at the start with the update of site k, S = the tensors it sent (see `alignment`)
     z_t(x) = (M_site - mean of the others' M) / deviation of the others' M        in round t
     score  = mean over rounds of ln Phi(z_t)                                      other sites are the null distribution
 
 | case | result |
 |---|---|
-| fewer than OWN_SPREAD others in a used round | M_site - mean of the others' M: a deviation of few values is noisy |
+| fewer than OWN_SPREAD others in a used round | M_site - mean of the others' M: few values give a noisy deviation |
 | a round in which no other site sent the same tensors | not used |
 | no usable round | 0 for every example |
 | one site | the audit skips the attack |
 | others with bit-identical values | a minimum deviation of 1e-3 |
 
-Adaptive note: the gradient component that all examples of the task share cancels, unlike in `alignment`. Sites with
-examples of another kind give a bad null distribution, which the wrong-site control reveals. Under FedRand the others
-are those that drew the same factor. Differences from the paper: one measurement, and only the last ROUNDS; the case of
-few others is ours.
+Adaptive note: unlike in `alignment`, the gradient component shared by all examples of the task cancels. Sites with
+examples of another kind give a bad null distribution, which the wrong-site control reveals. Under FedRand, "the others"
+are the sites that drew the same factor. Differences from the paper: one measurement, and only the last ROUNDS; the rule
+for few others is ours.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _LEAST_STD = 1e-3
 
 
 class FedMIAAttack(GradientAttack):
-    """The score "fedmia", over the last rounds of the site."""
+    """The score "fedmia", over the site's last rounds."""
 
     cost = 12
     gauge = COSINE
@@ -70,8 +71,8 @@ class FedMIAAttack(GradientAttack):
 
     @override
     def beside(self, turns: ObservedClientUpdates, site: str, index: int) -> Iterator[ObservedClientUpdate]:
-        """Yield it and the updates of other sites in that round that sent the same tensors; nothing if there are
-        none."""
+        """Yield the update itself and those of other sites that sent the same tensors in that round, or
+        nothing if there are none."""
         own, alone = turns.at(site, index), True
         for other in [other for other in turns.sites if other != site][:OTHERS]:
             for turn in turns.of_round(other, own.round):
@@ -88,7 +89,7 @@ class FedMIAAttack(GradientAttack):
 
 
 def compare_sites(measured: Sequence[Scores]) -> Scores:
-    """Return scores from the measurements of rounds, each of shape (1 + others, rows) with the site's own first.
+    """Return scores from each round's measurements, of shape (1 + others, rows) with the site's own values first.
 
     The rule depends only on the number of sites, so an example's score does not depend on the other examples.
     """

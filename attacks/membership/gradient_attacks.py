@@ -2,18 +2,18 @@
 
 A per-example gradient is the expensive part of these attacks. Each attack reads only a few numbers from it,
 such as a cosine with an upload or a residual on its span. So gradients are never stored. When an attack
-requests an example at a start, all attacks read their numbers from that gradient at once, and the numbers
-are stored. This includes other sites with the same start, because examples of no site are asked about each
-of them.
+requests an example's gradient at a start, all attacks read their numbers from it at once, and the numbers
+are stored. This includes numbers for other sites with the same start, because non-members are scored against
+every site.
 
 | in memory | at most |
 |---|---|
 | gradients | those of a training batch, at most `per_example_gradients.MOST_BYTES` |
-| updates of sites | those that the attacks read for one client round: the site's own, and of OTHERS other sites |
-| starts | the different starts of those updates |
-| numbers | `most` pairs of example and reading, about 200 bytes each, and the current request; the oldest are dropped |
+| updates of sites | those read for one client round: the site's own, and at most OTHERS from other sites |
+| starts | the distinct starts of those updates |
+| numbers | `most` (example, reading) pairs, about 200 bytes each, plus the current request; the oldest are dropped |
 
-The attack that asks first is charged the time of the shared work. In an audit that is the cheapest attack.
+The attack that asks first is charged for the time of the shared work. In an audit, that is the cheapest attack.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fedveil.contract.task import Rows
 
 __all__ = ["COSINE", "GradientAttack", "GradientReading", "GradientStatistic", "SharedGradientScorer"]
 
-MOST = 1 << 19  # maximum number of stored pairs of example and reading: about 100 MB
+MOST = 1 << 19  # maximum number of stored (example, reading) pairs: about 100 MB
 OTHERS = 12  # maximum number of other sites whose updates are also scored with a site's own
 Gradient = Mapping[str, Tensor]
 Read = Callable[[Gradient], Sequence[float]]
@@ -51,8 +51,8 @@ class GradientStatistic:
 
     Attributes:
         name: unique name of the statistic.
-        width: count of numbers per example.
-        of: maps a client update to the function of the gradient. It need not hold the update's start.
+        width: number of values per example.
+        of: maps a client update to a function of the gradient; this function need not keep the update's start.
     """
 
     name: str
@@ -74,7 +74,7 @@ class GradientAttack(UploadAttack):
     The task must compute its own gradients (`fedveil.training.gradient_backend.TrainableTask`).
 
     Attributes:
-        gauge: the statistic that it computes.
+        gauge: the statistic that the attack computes.
     """
 
     gauge: ClassVar[GradientStatistic]
@@ -88,7 +88,7 @@ class GradientAttack(UploadAttack):
         """Return the site's client updates to attack, as indices into `ObservedClientUpdates.rounds`."""
 
     def beside(self, turns: ObservedClientUpdates, site: str, index: int) -> Iterator[ObservedClientUpdate]:
-        """Yield the client updates to read for one of them, itself first; nothing if it is not usable."""
+        """Yield the client updates to read for the one at `index`, starting with that one; nothing if unusable."""
         yield turns.at(site, index)
 
     @abstractmethod
@@ -96,7 +96,7 @@ class GradientAttack(UploadAttack):
         """Return scores by name, each of shape (rows,).
 
         Args:
-            values: one array for each usable client update and each update read for it, of shape (rows, numbers).
+            values: for each usable client update, one array per update read for it, of shape (rows, numbers).
             count: number of rows.
         """
 
@@ -112,7 +112,7 @@ class SharedGradientScorer:
     Attributes:
         attacks: all attacks that may request scores.
         others: maximum number of other sites whose updates are also scored.
-        most: maximum number of stored pairs of example and reading.
+        most: maximum number of stored (example, reading) pairs.
         computed: number of gradients computed so far.
     """
 
@@ -122,12 +122,12 @@ class SharedGradientScorer:
     computed: int = 0
     _known: OrderedDict[_Key, dict[int, tuple[Any, Sequence[float]]]] = field(default_factory=OrderedDict)
     _turns: dict[tuple[int, int], tuple[AdversaryView, Weights, ObservedClientUpdates]] = field(default_factory=dict)
-    _tasks: dict[int, Any] = field(default_factory=dict)  # holds each task, so that its id stays unique
+    _tasks: dict[int, Any] = field(default_factory=dict)  # keeps each task alive, so that its id stays unique
 
     def scores(
         self, attack: GradientAttack, view: AdversaryView, site: str, knowledge: AdversaryKnowledge, rows: Rows
     ) -> Mapping[str, Scores]:
-        """Return the scores of `UploadAttack.scores`: the same as without sharing."""
+        """Return the same scores as `UploadAttack.scores` would without sharing."""
         turns = self._turns_of(view, knowledge.initial)
         values = []
         for index in attack.at(turns, site):
@@ -144,7 +144,7 @@ class SharedGradientScorer:
         return self._turns[key][-1]
 
     def _also(self, turns: ObservedClientUpdates, site: str, round_: int) -> Iterator[GradientReading]:
-        """Yield all readings that the attacks will need in that round, for the site and others."""
+        """Yield all readings that the attacks will need in that round, for this and other sites."""
         for of in [site, *[other for other in turns.sites if other != site][: self.others]]:
             for index, round_number in enumerate(turns.rounds(of)):
                 asking = [attack for attack in self.attacks if round_number == round_ and index in attack.at(turns, of)]
@@ -195,7 +195,7 @@ class SharedGradientScorer:
                     of[id(row)] = row, tuple(reads[key](gradient))
 
     def _forget(self, asked: Sequence[_Key]) -> None:
-        """Drop the numbers that were requested longest ago, down to `most`."""
+        """Drop the least recently requested numbers until `most` remain."""
         for key in asked:
             if key in self._known:  # absent if there were no rows
                 self._known.move_to_end(key)
@@ -209,9 +209,9 @@ def _key(task: object, reading: GradientReading) -> _Key:
 
 
 def _cosine_with(turn: ObservedClientUpdate) -> Read:
-    """Return a function: the cosine of the negative example gradient with an update.
+    """Return a function that computes the cosine between the negative example gradient and an update.
 
-    It covers the tensors that both have, and is 0 if either is 0.
+    The cosine covers the tensors that both have, and is 0 if either is 0.
     """
     moved = turn.moved
     length = sum(float(d.double().square().sum()) for d in moved.values()) ** 0.5

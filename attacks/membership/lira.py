@@ -7,12 +7,13 @@ Carlini, Chien, Nasr, Song, Terzis, Tramèr: Membership Inference Attacks From F
     offline: ln Phi((phi - mu_out) / s_out), if no shadow trained on the example                (Eq. 4)
 
 The adversary draws examples like the target's and trains shadows on random halves of a pool that contains the target's
-candidates. It compares the target's confidence on an example with that of the shadows trained with and without it.
+candidates. It compares the target's confidence on an example with the confidence of shadows trained with and without
+that example.
 
 | case | result |
 |---|---|
-| fewer than 16 shadows per side | the variance pooled over all examples (Carlini et al., section VI-B) |
-| an example in no shadow, or in all | offline against the side that exists; without both sides: ValueError |
+| fewer than 16 shadows per side | one variance pooled over all examples (Carlini et al., section VI-B) |
+| an example in no shadow, or in all shadows | the offline score against the existing side; ValueError without either |
 | shadows with bit-identical values | a minimum standard deviation of 1e-3 |
 """
 
@@ -36,7 +37,7 @@ _LEAST_STD = 1e-3
 
 @dataclass(frozen=True)
 class ShadowModelSet:
-    """Shadow models of a pool.
+    """Shadow models trained on a pool.
 
     Attributes:
         members: (shadows, pool), true if a shadow was trained on an example.
@@ -55,10 +56,10 @@ def target_confidence(losses: Numbers) -> Numbers:
 def train_shadows(
     train: Callable[[list[int], int], Weights], pool: int, count: int, rng: np.random.Generator
 ) -> ShadowModelSet:
-    """Train shadows, each on half of the pool; each example is in exactly half of them.
+    """Train shadows, each on half of the pool; each example is in exactly half of the shadows.
 
     Args:
-        train: gets the indices of a shadow's examples and the shadow's number, and returns its weights.
+        train: takes the indices of a shadow's examples and the shadow's number, and returns the shadow's weights.
         pool: number of examples.
         count: number of shadows.
 
@@ -68,7 +69,7 @@ def train_shadows(
     if count < 2 or count % 2 or pool < 2:
         raise ValueError(f"expected an even number of shadows, 2 or more, and 2 examples, found {count} and {pool}")
     members = np.zeros((count, pool), dtype=bool)
-    for first in range(0, count, 2):  # two shadows divide the pool
+    for first in range(0, count, 2):  # two shadows split the pool
         half = rng.permutation(pool)[: pool // 2]
         members[first, half] = True
         members[first + 1] = ~members[first]
@@ -91,7 +92,7 @@ def lira_scores(target: Numbers, shadows: Numbers, members: NDArray[np.bool_]) -
     mean_in, std_in = _gaussian(shadows, members)
     mean_out, std_out = _gaussian(shadows, ~members)
     if np.isnan(mean_out).any() and np.isnan(mean_in[np.isnan(mean_out)]).any():
-        raise ValueError("expected shadows that score every example, found an example without any")
+        raise ValueError("expected shadows that score every example, found an example without scores")
     both = _log_normal(target, mean_in, std_in) - _log_normal(target, mean_out, std_out)
     only_out = log_cdf((target - mean_out) / std_out)
     only_in = log_cdf((target - mean_in) / std_in)
@@ -117,7 +118,7 @@ def _log_normal(x: Numbers, mean: Numbers, std: Numbers) -> Numbers:
 
 
 def log_cdf(z: Numbers) -> Numbers:
-    """Return ln Phi(z) from the error function; for very low z from its asymptote, so that no score is -infinity."""
+    """Return ln Phi(z), using the error function, or its asymptote for very low z so that no score is -infinity."""
 
     def of(v: float) -> float:
         if v > -30:

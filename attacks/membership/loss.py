@@ -1,4 +1,4 @@
-"""The loss attack, plain and calibrated: an example is called a member if the model's loss on its target is low.
+"""The plain and calibrated loss attacks. The plain attack calls an example a member if its target's loss is low.
 
 Yeom, Giacomelli, Fredrikson, Jha: Privacy Risk in Machine Learning. CSF 2018.
 

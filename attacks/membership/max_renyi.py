@@ -3,12 +3,12 @@
 Li, Wu, Chen, Tonglet, ..., Cevher: Membership Inference Attacks against Large Vision-Language Models. NeurIPS 2024.
 
 The attack takes the Rényi entropy of the model's next-token distribution p at each position, and then the mean of the
-K % largest entropies of a slice:
+largest K% of the entropies in a slice:
 
     H_alpha(p) = ln(sum_v p_v^alpha) / (1 - alpha),  H_1 = -sum_v p_v ln p_v,  H_inf = -ln max_v p_v
     score = -mean of the k largest H_alpha,  k = max(1, int(K / 100 * T))
 
-An example with a low entropy is called a member.
+An example with low entropies is classified as a member.
 
 | case | result |
 |---|---|
@@ -59,7 +59,7 @@ def renyi_entropy(
     if math.isinf(alpha):
         return -log_p.amax(-1)
     if alpha == 1:
-        shannon: Tensor = torch.special.entr(log_p.exp()).sum(-1)  # 0 ln 0 = 0, and a NaN stays one
+        shannon: Tensor = torch.special.entr(log_p.exp()).sum(-1)  # 0 ln 0 = 0, and a NaN stays a NaN
         return shannon
     entropies: Tensor = torch.logsumexp(alpha * log_p, -1) / (1 - alpha)
     return entropies
@@ -79,7 +79,7 @@ def max_k(entropies: NDArray[np.float64], percent: float) -> float:
 
 @dataclass(frozen=True)
 class MaxRenyiAttack(ModelAttack):
-    """MaxRényi-K% on every slice of the model's output, for K = 0, 10 and 100; a score is called "<slice> <K>%".
+    """MaxRényi-K% on every slice of the model's output, for K = 0, 10 and 100; scores are named "<slice> <K>%".
 
     The slice "target" is called "caption" if the model reads images.
 

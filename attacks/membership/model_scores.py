@@ -23,9 +23,9 @@ __all__ = ["PublicBaseScores", "center_scores", "target_loss"]
 
 @dataclass
 class PublicBaseScores:
-    """The public base that every adversary has: the task, and the adapter's weights of round 0.
+    """The public base that every adversary has: the task, and the adapter weights of round 0.
 
-    It keeps the losses that it has computed.
+    It caches the losses that it has computed.
     """
 
     task: Task
@@ -42,7 +42,7 @@ class PublicBaseScores:
     def scores(
         self, attacks: Sequence[ModelAttack], task: Task, weights: Weights, rows: Rows, generated_rows: int = 0
     ) -> dict[str, Scores]:
-        """Return the attacks' scores of `rows` under `weights`, by name, each of shape (rows,).
+        """Return each attack's scores for `rows` under `weights`, by name, of shape (rows,).
 
         The slice "generated" covers only the first `generated_rows` rows, and its scores have as many entries.
 
@@ -65,7 +65,7 @@ class PublicBaseScores:
             given = [(name, score) for attack in attacks for name, score in attack.score(answer).items()]
             names = [name for name, _ in given]
             if len(set(names)) < len(names):
-                raise ValueError(f"attacks: expected distinct names of scores, found {sorted(names)}; rename one")
+                raise ValueError(f"attacks: expected distinct score names, found {sorted(names)}; rename one")
             for name, score in given:
                 scores_by_name.setdefault(name, []).append(score)
         return {name: np.array(scores) for name, scores in scores_by_name.items()}
@@ -76,8 +76,9 @@ def center_scores(
 ) -> tuple[Scores, Scores]:
     """Subtract from each score the mean score of the non-members with the same label.
 
-    The mean for a non-member excludes that non-member. Examples without such a mean are dropped. A client's model
-    favors the labels of its client. Without this correction, the attack would take that for membership.
+    The mean for a non-member excludes that non-member. Examples for which this leaves no mean are dropped. A client's
+    model favors the labels of its client. Without this correction, the attack would mistake this preference for
+    membership.
     """
     groups = {
         label: non_members[[i for i, other in enumerate(other_labels) if other == label]] for label in set(other_labels)

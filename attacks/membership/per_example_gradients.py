@@ -2,11 +2,11 @@
 
 | case | method |
 |---|---|
-| the training loss covers only the example's own target, and the base is not quantised | a training batch at once,
+| the training loss covers only the example's own target, and the base is not quantized | a training batch at a time,
   with torch.func |
 | any other task, or a model that torch.func does not support (logged once) | one example at a time |
 
-At most `MOST_BYTES` are in memory at once: the gradients, and the memory of their backward passes.
+At most `MOST_BYTES` are in memory at once: the gradients and the memory for their backward passes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST_BYTES = 1 << 28
 def row_gradients(task: Any, rows: Rows) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yield each example's index and the gradient of its summed loss at the current weights, on the CPU.
 
-    The order differs from that of `rows`: examples of similar length are computed together.
+    The order differs from the order of `rows`: examples of similar length are computed together.
     """
     sizes = _sizes(task, rows)
     if sizes is None:
@@ -46,7 +46,7 @@ def row_gradients(task: Any, rows: Rows) -> Iterator[tuple[int, dict[str, Tensor
 
 
 def row_gradient(task: Any, row: Any) -> dict[str, Tensor]:
-    """Return one example's gradient at the current weights, on the CPU, without tensors that do not affect its loss."""
+    """Return one example's gradient at the current weights, on the CPU, without tensors that don't affect its loss."""
     for parameter in task.trained.values():
         parameter.grad = None
     task.loss_sum(task.collate([row]).to(task.device)).backward()
@@ -63,7 +63,7 @@ def _sizes(task: Any, rows: Rows) -> list[int] | None:
     """
     if len(rows) < 2 or not isinstance(task, per_example.PerExampleLoss):
         return None
-    train = task.config.train  # type: ignore[attr-defined]  # a task of rows apart has local training's config
+    train = task.config.train  # type: ignore[attr-defined]  # a task with a per-example loss has a training config
     if train.loss_mask != "targets" or train.packing or train.quantized_base != "none":
         return None
     try:

@@ -1,34 +1,36 @@
-"""Projection residuals: measure how far an example's gradient lies outside the span of a sent LoRA factor's update.
+"""Projection residuals: how far an example's gradient lies outside the span of a sent LoRA factor's update.
 
 After Deng, Chen, Luo, Liu, Wang, Cai, Liu, Jia, Fu: Toward Efficient Membership Inference Attacks against Federated
-Large Language Models: A Projection Residual Approach (ProjRes). IEEE S&P 2026, arXiv 2604.21197. We had only its
-abstract: it projects an example's hidden embeddings on the subspace of a layer's gradient. This version is for LoRA.
+Large Language Models: A Projection Residual Approach (ProjRes). IEEE S&P 2026, arXiv 2604.21197. We had only the
+paper's abstract: the attack projects an example's hidden embeddings onto the subspace of a layer's gradient. This
+version is for LoRA.
 
 For y = W x + s B A x, with the inputs x_t (d) and the errors e_t = dL/dy_t (out) of an example's tokens t:
 
     dL/dA = s sum_t (B^T e_t) x_t^T   (r x d): its rows lie in the span of the example's inputs
     dL/dB = s sum_t e_t (A x_t)^T     (out x r): its columns lie in the span of the example's errors
 
-    P_A: on the rows of A_sent - A_broadcast,   P_B: on the columns of B_sent - B_broadcast
+    P_A: onto the rows of A_sent - A_broadcast,   P_B: onto the columns of B_sent - B_broadcast
     score(x) = -mean over layers of ||G(x) - P G(x)|| / ||G(x)||,   G(x) = the example's own gradient at the start
 
-One step on one example moves a factor along its gradient, so its residual is 0. Unlike the cosine of `alignment`, the
-residual does not depend on the direction within the span: a step that mixes or reverses the r directions stays in it.
+One step on one example moves a factor along that example's gradient, so the residual is 0. Unlike the cosine in
+`alignment`, the residual does not depend on the direction within the span: a step that mixes or reverses the r
+directions stays in the span.
 
 | case | result |
 |---|---|
 | a factor that was not sent, or that changed in no layer | no score, or 0 for every example |
-| A at the start, where B = 0 | dL/dA is 0 for every example: 0 |
-| n examples in the step, or k steps | the r directions contain less of each example's gradient: less accurate |
-| AdamW | signs of the entries: the span is another one, and full |
+| A at the start, where B = 0 | 0, because dL/dA is 0 for every example |
+| n examples in the step, or k steps | less accurate: the r directions contain less of each example's gradient |
+| AdamW | its step is close to the signs of the entries, which have a different and full span |
 | an example whose loss does not depend on a layer | that layer is ignored |
 
 Adaptive note: a method that sends one factor gives that factor's score. Noise or quantization makes the span full, and
 then every example has a residual. On the tiny text base with pairs of rank 8 and B away from 0, the AUROC from A and
 from B was 1.00 and 1.00 for one example and one step of SGD, 1.00 and 1.00 for four examples, 0.82 and 0.81 for 16,
 and 0.60 and 0.62 after one epoch of AdamW over 64 examples (means of 8, 5, 3 and 2 draws against 40 examples). So
-neither factor reveals more here. An earlier pilot of another size had 0.96 from A and 1.0 from B for one example, 0.62
-and 0.98 for four.
+neither factor reveals more here. An earlier pilot of a different size had 0.96 from A and 1.0 from B for one example,
+0.62 and 0.98 for four.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ from fedveil.attacks.statistics import Scores
 __all__ = ["FACTORS", "ProjectionResidualAttack", "projection_residual", "update_span"]
 
 FACTORS = ("A", "B")
-_RANK = 1e-4  # singular values below this part of the largest are rounding
+_RANK = 1e-4  # singular values below this fraction of the largest are rounding
 
 
 def update_span(moved: Tensor, factor: str) -> Tensor:
@@ -69,8 +71,10 @@ def projection_residual(gradient: Tensor, basis: Tensor, factor: str) -> float:
 
 
 def _residuals_on(turn: ObservedClientUpdate) -> Read:
-    """Return the negative mean residual over layers, by factor: 0 without layers, NaN for a factor that was not
-    sent."""
+    """Return a function that computes the negative mean residual over layers, by factor.
+
+    It is 0 without layers, and NaN for a factor that was not sent.
+    """
     spans = {name: update_span(d, _factor(name)) for name, d in turn.moved.items() if _factor(name) and bool(d.any())}
     sent = {_factor(name) for name in turn.moved}
 
@@ -87,7 +91,7 @@ def _residuals_on(turn: ObservedClientUpdate) -> Read:
 
 
 def _factor(name: str) -> str:
-    """Return "A" or "B"; "" for a tensor that belongs to no pair."""
+    """Return "A" or "B", or "" for a tensor that does not belong to a pair."""
     return next((factor for factor in FACTORS if name.endswith(f".lora_{factor}")), "")
 
 

@@ -3,26 +3,26 @@
 Shokri, Stronati, Song, Shmatikov: Membership Inference Attacks Against Machine Learning Models. IEEE S&P 2017.
 
 The adversary trains models like the target on random halves of its own examples. It records each model's output for
-every example, and trains an attack net on these records to distinguish "in" from "out".
+every example, and trains an attack network on these records to tell "in" from "out".
 
     record = (softmax vector of a shadow for an example, the example's class, "in" or "out")
     net_c  = Linear(C, 32) - ReLU - Linear(32, 2), logits, cross entropy; one for each class c     "per class"
     net    = the same on the vector and the one-hot class, Linear(2 C, 32)                         "global"
     score  = logit("in") - logit("out"); above 0 an example is called a member
 
-Each example of the pool is in exactly half of the shadows, so the records are balanced in every class. A net is taken
-from the epoch with the lowest cross entropy on held-out shadows, which no net was trained on.
+Each example in the pool is in exactly half of the shadows, so the records are balanced in every class. The attack uses
+the network from the epoch with the lowest cross entropy on held-out shadows, which no network was trained on.
 
 | case | result |
 |---|---|
-| a class with fewer than 5 examples in the pool | the global net scores its examples, and the result says so |
-| an example of the pool that is also one of the target's | refused: its shadows would have seen the answer |
+| a class with fewer than 5 examples in the pool | the global network scores its examples, and the result says so |
+| an example in the pool that is also in the target's examples | refused: the shadows would have seen the answer |
 | a "member" that the target was not trained on | refused: a score near 1/2 would mean nothing |
 | a class with only members or only non-members | left out of the result |
-| more members than non-members of a class, or the reverse | equally many of each, chosen at random |
+| more members than non-members in a class, or the reverse | equally many of each, chosen at random |
 
-Differences from the paper: vectors of all shadows feed one set of nets; there is no synthetic data; the cross entropy
-is of logits, not of sigmoids (the code of Tran et al., DP-FPL, has both).
+Differences from the paper: vectors from all shadows feed one set of networks; there is no synthetic data; the cross
+entropy is computed from logits, not sigmoids (the code of Tran et al., DP-FPL, has both).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ __all__ = [
 
 Vectors = NDArray[np.float64]  # (rows, classes), softmax
 Labels = NDArray[np.int64]
-Train = Callable[[Rows, int], Weights]  # trains like the target; takes examples and the number of the shadow
+Train = Callable[[Rows, int], Weights]  # trains like the target; takes examples and the shadow's number
 Says = Callable[[Weights, Rows], Vectors]
 
 FEWEST_ROWS = 5
@@ -69,8 +69,9 @@ class ShadowAttackConfig:
 
     Attributes:
         shadows: number of shadows, even.
-        held_out: fraction of the shadows that decide when training of the nets ends, at least one pair.
-        epochs: maximum number of full-batch epochs of a net.
+        held_out: fraction of the shadows that is held out to decide when the networks' training ends; at least one
+            pair.
+        epochs: maximum number of full-batch epochs per network.
         learning_rate: learning rate of Adam.
         patience: training ends after this many epochs without a lower held-out loss.
 
@@ -110,7 +111,7 @@ class ShadowOutputs:
 
 @dataclass(frozen=True)
 class TargetOutputs:
-    """Outputs of the attacked model for its training examples and for others from the same source.
+    """Outputs of the attacked model for its training examples and for other examples from the same source.
 
     Attributes:
         members, others: (examples, classes) softmax vectors.
@@ -125,15 +126,15 @@ class TargetOutputs:
 
 @dataclass(frozen=True)
 class ShadowAttackResult:
-    """Accuracy with which one kind of attack net separates members from non-members.
+    """Accuracy with which one kind of attack network separates members from non-members.
 
     Attributes:
-        accuracy, auroc, tpr_at_1: mean over classes with its 95 % interval. Accuracy is balanced, at
+        accuracy, auroc, tpr_at_1: mean over classes with its 95% interval. Accuracy is balanced, at
             threshold 0.
-        pooled_auroc, pooled_tpr_at_1: over the scores of all examples together, with bootstrap intervals.
+        pooled_auroc, pooled_tpr_at_1: values for the pooled scores of all examples, with bootstrap intervals.
         classes: number of classes in the means.
         rows: number of members, equal to the number of non-members.
-        by_global_net: number of classes with too few examples for a net of their own.
+        by_global_net: number of classes with too few examples for their own network.
     """
 
     accuracy: IntervalEstimate
@@ -149,7 +150,7 @@ class ShadowAttackResult:
 def train_shadows(
     train: Train, says: Says, pool: Rows, labels: Sequence[int], settings: ShadowAttackConfig, rng: np.random.Generator
 ) -> ShadowOutputs:
-    """Train the shadows, each on a random half of the pool, and query each for every example of the pool.
+    """Train the shadows, each on a random half of the pool, and query each shadow for every example in the pool.
 
     Raises:
         ValueError: the pool has fewer than 2 examples.
@@ -167,10 +168,10 @@ def target_outputs(
     others: tuple[Rows, Sequence[int]],
     pool: Rows,
 ) -> TargetOutputs:
-    """Query the attacked model on members and on other examples, each given with their classes.
+    """Query the attacked model on members and on other examples; return the outputs with the examples' classes.
 
     Raises:
-        ValueError: a member is not in `trained_on`, another example is, or an example is in the pool.
+        ValueError: a member is not in `trained_on`, a non-member is in `trained_on`, or an example is in the pool.
             Examples are compared by object identity.
     """
     seen, pooled = {id(row) for row in trained_on}, {id(row) for row in pool}
@@ -194,7 +195,7 @@ def target_outputs(
 def run_shadow_attack(
     found: ShadowOutputs, at: TargetOutputs, settings: ShadowAttackConfig, rng: np.random.Generator
 ) -> Mapping[str, ShadowAttackResult]:
-    """Return the results of the nets "per class" and "global". Raises ValueError if no class has both sides."""
+    """Return the results of the networks "per class" and "global". Raises ValueError if no class has both sides."""
     classes = found.vectors.shape[-1]
     pairs = settings.shadows // 2
     held_out_mask = np.repeat(
@@ -203,7 +204,7 @@ def run_shadow_attack(
     seed = int(rng.integers(2**31))
 
     def fitted(chosen: NDArray[np.bool_], tagged: bool, number: int) -> attack_net.AttackNet:
-        """Train a net on the records of the chosen examples."""
+        """Train a network on the records of the chosen examples."""
 
         def of(side: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
             vectors = found.vectors[side][:, chosen].reshape(-1, classes)

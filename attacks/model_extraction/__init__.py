@@ -1,1 +1,1 @@
-"""Attacks on the hidden part of a server's or a client's model."""
+"""Attacks on the hidden part of the server's or a client's model."""

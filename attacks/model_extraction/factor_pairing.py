@@ -1,12 +1,12 @@
-"""Rebuild clients from the messages that the server saw (FedRand, section 4.3, with our pairing where it has none).
+"""Rebuild clients from the messages that the server saw (FedRand, section 4.3; our pairing where the paper has none).
 
 | model | each tensor is | attacker |
 |---|---|---|
-| `latest_factors` | the site's last upload of it, from any round; the server's own if never sent | the paper's |
-| `merge_with_broadcast` | from the site's last upload, else from the broadcast it answered | avoids stale factors |
+| `latest_factors` | the site's last upload of it in any round; the server's own if it was never sent | the paper's |
+| `merge_with_broadcast` | from the site's last upload, or else the broadcast it answered | avoids stale factors |
 
 Tensors are paired by name alone, so one attack covers every method. Under FedAvg both models equal the
-client. Under FedPer the private layers remain the server's, and under FedPara so does the private pair.
+client. Under FedPer the private layers remain the server's, as does the private pair under FedPara.
 With a residual (FedEx-LoRA, FLoRA) both models also equal the client: the site's pairs plus the residual
 that the server sent (`residual_replay`).
 """
@@ -35,8 +35,8 @@ class RebuiltClient:
     Attributes:
         weights: every tensor of the spec, fp32.
         seen: the round in which the site last sent each tensor, without tensors that it never sent.
-        staleness: participations between the oldest and the newest of these tensors; 0 if one upload has them all.
-        coverage: fraction of the tensors that the site has ever sent, 0 to 1.
+        staleness: participations between the oldest and newest of these tensors; 0 if one upload has them all.
+        coverage: fraction of the tensors that the site has ever sent, from 0 to 1.
     """
 
     weights: Weights
@@ -47,7 +47,7 @@ class RebuiltClient:
 
 @dataclass(frozen=True)
 class ReconstructionError:
-    """Distance of a rebuilt client from the true one: ||rebuilt - true|| / ||true||, Frobenius; 0 if both are zero.
+    """Distance of a rebuilt client from the true client: ||rebuilt - true|| / ||true||, Frobenius; 0 if both are zero.
 
     Attributes:
         products: over B A of every module with a LoRA pair. FedPara's private pair counts only in
@@ -60,7 +60,7 @@ class ReconstructionError:
 
 
 def latest_factors(view: AdversaryView, site: str, fallback: Weights) -> RebuiltClient:
-    """Return each tensor as the site last sent it. `fallback` is the server's model, with every tensor of the spec."""
+    """Return each tensor as the site last sent it. `fallback` is the server's model with every tensor of the spec."""
     if (whole := _beside_residual(view, site)) is not None:
         return whole
     tensors: dict[str, Tensor] = {}
@@ -76,7 +76,7 @@ def latest_factors(view: AdversaryView, site: str, fallback: Weights) -> Rebuilt
 
 
 def merge_with_broadcast(view: AdversaryView, site: str, fallback: Weights) -> RebuiltClient:
-    """Return the site's last upload, completed from the broadcast that it answered, and then from `fallback`."""
+    """Return the site's last upload, completed first from the broadcast it answered and then from `fallback`."""
     if (whole := _beside_residual(view, site)) is not None:
         return whole
     uploads = deque(view.uploads(site), maxlen=1)
@@ -112,7 +112,7 @@ def _beside_residual(view: AdversaryView, site: str) -> RebuiltClient | None:
 
 
 def reconstruction_error(rebuilt: Weights, true: Weights) -> ReconstructionError:
-    """Return the error over the tensors of `true`. Raises KeyError if one was not rebuilt."""
+    """Return the error over the tensors of `true`. Raises KeyError if any tensor was not rebuilt."""
     pairs = [n.removesuffix(".lora_A") for n in true if n.endswith(".lora_A")]
     products = [(factor_product(rebuilt, m), factor_product(true, m)) for m in pairs]
     return ReconstructionError(_relative(products), _relative([(rebuilt[n], true[n].float()) for n in true]))

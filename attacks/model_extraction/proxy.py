@@ -1,7 +1,7 @@
 """Measure how much of the server's model a proxy reveals (FedQSN, FedLPP, FedSP), and how much clients can recover.
 
-The adversary is one client, or several colluding ones. It knows what the client side of the method knows:
-its messages and the hyperparameters. If so declared, it also knows the public base W_0 that the server
+The adversary is one client, or several colluding clients. It knows what the client side of the method knows:
+its messages and the hyperparameters. If declared, it also knows the public base W_0 that the server
 started from.
 
 | attack | what it does |
@@ -11,15 +11,15 @@ started from.
 | `fine_tune_proxy` | trains the proxy on a client's own data |
 
 The proxy is the model that `Method.client` passes to training. It lacks the parts that the client side
-keeps out of training. So the attacks do not depend on how a method hides the model.
+keeps out of training. So the attacks work however a method hides the model.
 
-    cosine(x, y) = <x, y> / (|x| |y|), 0 where one of them is all zero
-    gap(metric) = the metric of the best server model - that of the best proxy, each chosen by its validation loss
+    cosine(x, y) = <x, y> / (|x| |y|), 0 if either is all zeros
+    gap(metric) = metric of the best server model - metric of the best proxy, each chosen by its validation loss
 
 | case | result |
 |---|---|
 | an entry that no proxy shows | 0 in `average_proxies`, True in `missing` |
-| no proxy at all | ValueError |
+| no proxies | ValueError |
 | proxy = server = public base | similarity of the differences: 0 |
 """
 
@@ -58,7 +58,7 @@ class ProxyModel:
 
     Attributes:
         weights: every tensor of the spec; missing entries are 0.
-        missing: booleans that broadcast over the tensors with missing entries, True where an entry is missing.
+        missing: boolean masks, broadcastable to the tensors with missing entries; True where an entry is missing.
         scale: the factor by which the method multiplied the visible entries of these tensors.
     """
 
@@ -68,7 +68,7 @@ class ProxyModel:
 
     @property
     def undone(self) -> dict[str, Tensor]:
-        """Return the weights, without the factor by which the method multiplied some of them."""
+        """Return the weights with the method's scale factor divided out."""
         return {n: w / self.scale if n in self.missing else w for n, w in self.weights.items()}
 
 
@@ -101,7 +101,7 @@ class _Started(Exception):
 
 @dataclass
 class _Reader:
-    """A trainer that records the weights it should train, and does not train."""
+    """A trainer that records the weights it is asked to train, and does not train."""
 
     spec: Spec
     num_examples: int = 1
@@ -123,7 +123,7 @@ def read_proxy(
 
     Args:
         scale: the method's scale; 1 for a method that does not scale.
-        known: the site's weights before this broadcast, for a method that sends a part of its proxy once (fedsp).
+        known: the site's weights before this broadcast, for a method that sends part of a proxy only once (fedsp).
 
     Raises:
         ValueError: the method's client step does not train.
@@ -144,7 +144,7 @@ def read_proxy(
 def list_proxies(view: AdversaryView, sites: Sequence[str] | None = None, scale: float = 1.0) -> Iterator[ProxyModel]:
     """Yield every proxy in the view, in message order; with `sites`, only the proxies of these colluding sites.
 
-    A part that a method sends once stays as sent: the view does not show how a site's training changed it.
+    A part that a method sends only once stays as sent: the view does not show how training at a site changed it.
     """
     known: dict[str, Weights] = {}
     for sighting in view.broadcasts():
@@ -156,9 +156,9 @@ def list_proxies(view: AdversaryView, sites: Sequence[str] | None = None, scale:
 
 
 def average_proxies(seen: Iterable[ProxyModel]) -> ProxyModel:
-    """Return the mean of each entry over the proxies that show it. Raises ValueError without any proxy.
+    """Return the mean of each entry over the proxies that show it. Raises ValueError if there are no proxies.
 
-    One proxy is in memory at a time.
+    Only one proxy is in memory at a time.
     """
     sums, hidden = RunningSums(), dict[str, Tensor]()
     for proxy in seen:
@@ -189,8 +189,8 @@ def proxy_similarity(
 ) -> ModelSimilarity:
     """Return the similarity of a proxy to the server's model, over the protected tensors `names`.
 
-    With `base`, compare the differences to the base, W_t - W_0 and proxy - W_0. As received, a missing entry is
-    0, and its difference to the base is -W_0.
+    With `base`, compare the differences from the base, W_t - W_0 and proxy - W_0. As received, a missing entry is
+    0, so its difference from the base is -W_0.
     """
     as_received, visible, each = _Cosine(), _Cosine(), []
     undone = proxy.undone
@@ -207,7 +207,7 @@ def proxy_similarity(
 
 
 class _Cosine:
-    """Computes the cosine of two long vectors from their pieces."""
+    """Computes the cosine of two long vectors piece by piece."""
 
     def __init__(self) -> None:
         self._dot = self._x = self._y = 0.0

@@ -1,15 +1,15 @@
-"""Recover a site's start and final pairs in training with a residual (`fedveil.adapters.residual_aggregation`).
+"""Recover a site's initial and final pairs in training with a residual (`fedveil.adapters.residual_aggregation`).
 
-FedEx-LoRA and FLoRA send a residual R, or its change, with their pairs, and no training changes R. The
-site's whole start was thus transmitted, and the server has it exactly. The attack runs the client side of
-the method again on the broadcasts that the site answered, with a trainer that does nothing.
+FedEx-LoRA and FLoRA send a residual R, or its change, along with their pairs, and training never changes R. The
+site's complete starting weights were thus transmitted, and the server knows them exactly. The attack reruns the
+client side of the method on the broadcasts that the site answered, with a trainer that does nothing.
 
 | case | result |
 |---|---|
 | a broadcast with only a change | the attack also reads earlier broadcasts, back to a complete one |
 | a repeated round | each attempt begins from the state that the site kept from an earlier round |
-| a broadcast that the view lacks | StateError, with the site and the round |
-| a lower rank of the site (FLoRA) | its pairs, with zeros beyond the rank |
+| a broadcast missing from the view | StateError, with the site and the round |
+| a site with a lower rank (FLoRA) | the site's pairs, with zeros beyond the rank |
 | quantized uploads | the decoded weights |
 | secure sums | FedEx-LoRA's mean pairs; FLoRA sums only products, which contain no pairs |
 """
@@ -39,7 +39,7 @@ __all__ = ["explain_misfit", "final_factors", "has_residual", "starting_weights"
 
 
 def has_residual(spec: Spec) -> bool:
-    """Return whether sites train with tensors that no training changes."""
+    """Return whether sites train with tensors that training never changes."""
     return any(tensor.fixed for tensor in spec.values())
 
 
@@ -82,7 +82,7 @@ def starting_weights(view: AdversaryView, answered: Sequence[ObservedParticipati
 def _again(
     view: AdversaryView, part: ObservedParticipation, private: FederatedState | None
 ) -> tuple[FederatedState | None, Weights]:
-    """Return the site's private state after that client round, and the weights it started from."""
+    """Return the site's private state after that client round, and the weights that training started from."""
     if part.down is None:
         raise StateError(
             f"captured messages: expected the broadcast that site {sanitize(part.up.site, 80)} answered in round "
@@ -124,7 +124,7 @@ class _Still(Trainer):
 
 
 def final_factors(view: AdversaryView, upload: ObservedMessage) -> dict[str, Tensor]:
-    """Return an upload's pairs, fp32, in the spec's shapes; for sums the mean pairs, if the sums contain pairs."""
+    """Return an upload's pairs in fp32 and in the spec's shapes; for sums, the mean pairs, if the sums have pairs."""
     spec, method = view.exchange.spec, view.exchange.method
     assert isinstance(method, FedExLoRA | FLoRA), "see misfit"
     uploads = UploadQuantization(method.wire_dtype, method.upload_bits)

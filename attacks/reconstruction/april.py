@@ -1,4 +1,4 @@
-"""APRIL: a closed form that reconstructs an image from the gradient of a ViT's first attention.
+"""APRIL: a closed form that reconstructs an image from the gradient of a ViT's first attention layer.
 
 Lu, Zhang, Zhao, Gu, Cheng: APRIL: Finding the Achilles' Heel on Privacy for Vision Transformers. CVPR 2022, section 4.
 
@@ -15,16 +15,16 @@ by LSMR (Fong, Saunders: SIAM J. Sci. Comput. 33(5), 2011).
 | case | result |
 |---|---|
 | block without layer norm and residual (`replace_first_block`), batch 1, D >= S + 1 and D >= C P^2 | exact |
-| the same, D < C P^2 | the patches of least norm: blurred |
-| the same, an image that was upsampled by a known map T | exact if the small image has fewer values than S D |
-| the standard pre-norm block | fails even undefended: z0 reaches the loss by the residual, and W by the layer norm |
+| the same, D < C P^2 | the minimum-norm patches: blurred |
+| the same, an image upsampled by a known map T | exact if the small image has fewer values than S D |
+| the standard pre-norm block | fails undefended: z0 reaches the loss through the residual, W through the layer norm |
 | batch above 1 | fails: A is a sum over the batch |
-| a mask on the gradient | fails: it treats zeros as data; an adversary who knows the mask may succeed |
+| a mask on the gradient | fails: zeros are treated as data; an adversary who knows the mask may succeed |
 | dL/dE_pos withheld (zeros) | the image of z0 = 0, no information |
 
 The paper on random binary weights for ViT, whose method this repository tests, took the attack from a public
-implementation whose "ViT-S for APRIL" has the modified block. A run on the standard block therefore proves nothing
-unless its undefended control succeeds.
+implementation in which the "ViT-S for APRIL" has the modified block. A run on the standard block therefore proves
+nothing unless its undefended control succeeds.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _EXACT, _MOST_STEPS = 1e-12, 2000  # LSMR's relative tolerance, and its maximum 
 POSITION = r"embeddings\.position_embeddings"
 PATCH_WEIGHT = r"patch_embeddings\.projection\.weight"
 _PATCH_BIAS = r"patch_embeddings\.projection\.bias"
-# Both spellings of transformers 5: q_proj since the attention classes were merged, query before.
+# transformers 5 has both names: q_proj since the attention classes were merged, query before that.
 _SPELLINGS = (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"))
 _QKV = [rf"layers?\.0\..*\b({new}|{old})\.weight" for new, old in _SPELLINGS]
 
 
 @dataclass(frozen=True)
 class ImageUpsampling:
-    """A linear map T from a small picture into the model's input, such as bilinear resizing.
+    """A linear map T from a small image to the model's input, such as bilinear resizing.
 
     Attributes:
         apply: T, for input (1, channels, height, width) in double precision.
@@ -69,14 +69,14 @@ class ImageUpsampling:
     shape: tuple[int, int, int]
 
     def input_of(self, kernel: Tensor, tokens: Tensor) -> Image:
-        """Return T u for the u that minimises ||E T u - tokens||: kernel (D, C, P, P), tokens (S, D) without bias."""
+        """Return T u for the u that minimizes ||E T u - tokens||: kernel (D, C, P, P), tokens (S, D) without bias."""
 
         def embedded(flat: Tensor) -> Tensor:
             patches = functional.conv2d(self.apply(flat.reshape(1, *self.shape)), kernel, stride=kernel.shape[-1])
             return patches[0].flatten(1).T.flatten()
 
         unknowns = math.prod(self.shape)
-        # Linear, so its transpose is the same at every u.
+        # The map is linear, so its transpose is the same at every u.
         transposed = torch.func.vjp(embedded, torch.zeros(unknowns, dtype=torch.float64))[1]
         operator = LinearOperator(
             (tokens.numel(), unknowns),
@@ -89,7 +89,7 @@ class ImageUpsampling:
 
 
 class AprilBlock(nn.Module):
-    """Attention followed by MLP, without layer norm and residual; it reuses both from the block that it replaces."""
+    """Attention followed by an MLP, both from the replaced block, without layer norms and residual connections."""
 
     attention: nn.Module
     mlp: nn.Module
@@ -109,8 +109,8 @@ class AprilBlock(nn.Module):
 def replace_first_block(model: nn.Module) -> nn.Module:
     """Replace block 0 of a transformers ViT with an `AprilBlock`, in place, so that z0 feeds only the attention.
 
-    Public implementations of APRIL attack this model, which is not a ViT used in practice. Parameters keep their
-    names and values; the block's two layer norms are gone.
+    Public implementations of APRIL attack this modified model, which is not a ViT used in practice. Parameters keep
+    their names and values; the block's two layer norms are removed.
     """
     layers: Any = next(m for n, m in model.named_modules() if n.endswith(("vit.layers", "encoder.layer")))
     layers[0] = AprilBlock(layers[0])
@@ -120,11 +120,11 @@ def replace_first_block(model: nn.Module) -> nn.Module:
 def april_closed_form(
     gradients: Named, model: nn.Module, low: float = -1.0, high: float = 1.0, enlargement: ImageUpsampling | None = None
 ) -> Image:
-    """Return the image that gives these gradients, clipped to [low, high]. Zeros of a mask count as data.
+    """Return the image that gives these gradients, clipped to [low, high]. Masked zeros count as data.
 
     Args:
-        gradients: the gradients by parameter name; the attack uses those of the position embedding and of q, k, v of
-            block 0.
+        gradients: the gradients by parameter name; the attack uses those of the position embedding and of q, k and v
+            in block 0.
         model: the ViT with the weights at which the gradients were computed.
         enlargement: the map from a smaller image to the model's input, if the adversary knows it.
 
@@ -147,7 +147,7 @@ def april_closed_form(
 def find_tensor(tensors: Named, pattern: str) -> Tensor:
     """Return the only tensor whose name ends in the regular expression `pattern`. Raises ValueError otherwise.
 
-    A lookup by index would fail, because the modified block has fewer tensors.
+    A lookup by index would not work, because the modified block has fewer tensors.
     """
     matches = [n for n in tensors if re.search(rf"(^|\.){pattern}$", n)]
     if len(matches) != 1:
@@ -156,13 +156,13 @@ def find_tensor(tensors: Named, pattern: str) -> Tensor:
 
 
 def least_squares(a: Tensor, b: Tensor) -> Tensor:
-    """Return the X of least norm that minimises ||A X - B||, by singular values (gelsd), for A of any rank."""
+    """Return the minimum-norm X that minimizes ||A X - B||, by singular values (gelsd), for A of any rank."""
     solution: Tensor = torch.linalg.lstsq(a, b, driver="gelsd").solution
     return solution
 
 
 def to_double(tensor: Tensor) -> Tensor:
-    """Return the tensor on the CPU in double precision, as gelsd needs it."""
+    """Return the tensor on the CPU in double precision, as gelsd requires."""
     return tensor.detach().double().cpu()
 
 

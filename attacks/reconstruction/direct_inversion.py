@@ -11,9 +11,9 @@ squares.
 | case | result |
 |---|---|
 | batch 1, D >= S and A[1:] of rank S | exact |
-| D < S | the patches of least norm |
+| D < S | the minimum-norm patches |
 | batch above 1 | fails: A and dL/dE are sums over the batch, and the product of sums is not the sum of products |
-| a mask on the gradient | fails: the zeros are taken as data (see `gradient_matching`) |
+| a mask on the gradient | fails: the zeros are treated as data (see `gradient_matching`) |
 | dL/dE_pos withheld (zeros) | the zero image |
 """
 
@@ -36,7 +36,7 @@ __all__ = ["direct_inversion"]
 
 
 def direct_inversion(gradients: Named, model: nn.Module, low: float = -1.0, high: float = 1.0) -> Image:
-    """Return the image that gives these gradients, clipped to [low, high]. Only the model's sizes are used.
+    """Return the image that gives these gradients, clipped to [low, high]. Only the sizes in `model` are used.
 
     Raises:
         ValueError: a gradient is missing.

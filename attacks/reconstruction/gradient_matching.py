@@ -1,11 +1,11 @@
 """Masked gradient matching: an attack by an adversary who knows which entries of a gradient were withheld.
 
 Zhu, Liu, Han: Deep Leakage from Gradients. NeurIPS 2019, with two changes: only observed entries are matched, and small
-images are found by Levenberg-Marquardt (Marquardt 1963). The prior is that of Geiping, Bauermeister, Dröge, Moeller:
-Inverting Gradients. NeurIPS 2020. The start from coarse images is ours. On 12 of CIFAR-10's images at 8 x 8 pixels,
-without a mask, three starts from grey noise ended in wrong minima on 4 images, and the coarse start on one of those.
-The coarse start with seven more starts of 50 steps failed on 1 of 20 other images. All draws of the coarse start end
-alike, so the other starts use noise: some sums of waves are found only from there.
+images are found by Levenberg-Marquardt (Marquardt 1963). The prior comes from Geiping, Bauermeister, Dröge, Moeller:
+Inverting Gradients. NeurIPS 2020. The start from coarse images is ours. On 12 CIFAR-10 images at 8 x 8 pixels,
+without a mask, three starts from gray noise ended in wrong minima on 4 images, and so did the coarse start on one of
+those 4. The coarse start followed by seven more starts of 50 steps failed on 1 of 20 other images. All draws of the
+coarse start end in the same place, so the other starts use noise: some sums of waves are found only from noise.
 
     r(u) = m o (grad_w L(f_w(T u), y) - g) / ||m o g||         the residual is ||r||
     levenberg_marquardt:  (J^T J + mu t I) du = -J^T r,        J = dr/du,  t = mean diagonal of J^T J
@@ -13,17 +13,17 @@ alike, so the other starts use noise: some sums of waves are found only from the
     the first start       fit r with u of 1 x 1 pixel, then of 2 x 2, 4 x 4 ..., each upsampled, then u itself
     first_order:          min ||r(u)||^2 + tv TV(T u)          by Adam
 
-u is the unknown image, T a known map into the model's input (an upsampling, else the identity), m the mask, which the
-zeros reveal, and y the known label. An adversary who does not know y tries each label and keeps the least residual.
-The attack keeps the start with the smallest residual. It never sees the true image. The gradient of a mean
-of losses is the mean of the images' gradients, so a column of J costs one image for any batch size.
+u is the unknown image, T a known map into the model's input (an upsampling, or else the identity), m the mask, which
+the zeros reveal, and y the known label. An adversary that does not know y tries each label and keeps the smallest
+residual. The attack keeps the start with the smallest residual. It never sees the true image. The gradient of a mean
+of losses is the mean of the images' gradients, so a column of J costs one image at any batch size.
 
 | case | result |
 |---|---|
 | nothing observed | ValueError |
-| fewer observed entries than unknowns | a damped step of least norm: an image of small residual, not the true image |
+| fewer observed entries than unknowns | a damped minimum-norm step: an image with a small residual, not the true one |
 | pre-norm ViT with D <= C P^2 and D - 1 < S | residual 0, not the true image: layer norms ignore the c 1 in z + c 1 |
-| several exchanges | one residual over all, each at its own weights |
+| several exchanges | one residual over all exchanges, each at its own weights |
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from fedveil.attacks.reconstruction.observed_gradients import ObservedGradient
 __all__ = ["MatchedImage", "coarser_sizes", "first_order", "levenberg_marquardt", "total_variation"]
 
 _LARGEST_JACOBIAN = 1 << 29  # entries in double precision: 4 GiB
-_COARSE = 12  # number of steps for each coarser image of a start
+_COARSE = 12  # number of steps for each coarser image in a start
 _START = 0.05  # standard deviation of a start, relative to the valid range: wider starts end in wrong minima more often
-_EASED, _RAISED, _LEAST, _MOST = 1 / 5, 4.0, 1e-15, 1e6  # of the damping mu
+_EASED, _RAISED, _LEAST, _MOST = 1 / 5, 4.0, 1e-15, 1e6  # factors and limits of the damping mu
 
 
 @dataclass(frozen=True)
 class MatchedImage:
-    """The image with the least residual.
+    """The image with the smallest residual.
 
     Attributes:
         image: the image, in the unknown's shape, clipped to the valid range.
-        residual: ||r|| before clipping; 1 = no better than a gradient of zeros.
+        residual: ||r|| before clipping; 1 is no better than a gradient of zeros.
         iterations: number of iterations of the best start.
         start: number of the best start.
     """
@@ -84,14 +84,14 @@ def levenberg_marquardt(
     """Find the image by damped Gauss-Newton steps in double precision, for about a thousand unknowns.
 
     Args:
-        model: a model in evaluation mode, so that the images of a batch do not affect each other; with `sdpa`
+        model: a model in evaluation mode, so that the images in a batch do not affect each other; with `sdpa`
             attention, because transformers' eager attention rounds to single precision.
         labels: (batch,) classes.
         shape: the unknown's shape (batch, channels, height, width); the model's input shape without `upsample`.
         upsample: T, applied to each image separately.
-        starts: maximum number of starts; no further start once a residual is below `tolerance`.
-        damping: mu of the first step. A successful step divides it by 5, an unsuccessful one multiplies it by 4.
-        coarse: steps for each coarser image of the first start; 0 = the first start is grey noise like the others.
+        starts: maximum number of starts; the attack stops once a residual is below `tolerance`.
+        damping: mu of the first step. A successful step divides mu by 5; an unsuccessful step multiplies it by 4.
+        coarse: steps for each coarser image in the first start; with 0, the first start is gray noise like the others.
 
     Raises:
         ValueError: a Jacobian above 4 GiB, or nothing was observed.
@@ -120,7 +120,7 @@ def levenberg_marquardt(
 
 
 def coarser_sizes(shape: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the sizes of the first start's coarser images, smallest first: repeated halves down to a side of 1."""
+    """Return the sizes of the first start's coarser images, smallest first, halved until a side is 1."""
     height, width = shape[-2:]
     halvings = range(min(height, width).bit_length() - 1, 0, -1)
     return [(height >> k, width >> k) for k in halvings]
@@ -141,7 +141,7 @@ def _of_smaller(residual: GradientResidual, full: tuple[int, int]) -> GradientRe
 def _damped(
     residual: GradientResidual, shape: Sequence[int], flat: Tensor, iterations: int, tolerance: float, mu: float
 ) -> tuple[Tensor, float, int]:
-    """Run Levenberg-Marquardt from one start; return its end point, the residual's norm there, and the steps."""
+    """Run Levenberg-Marquardt from one start; return its end point, the residual norm there, and the step count."""
     eye = torch.eye(flat.numel(), dtype=flat.dtype, device=flat.device)
     r = residual(flat.reshape(*shape))
     for step in range(iterations):
@@ -153,7 +153,7 @@ def _damped(
         while mu < _MOST:
             moved = flat - _solved(normal + mu * scale * eye, slope)
             tried = residual(moved.reshape(*shape))
-            if tried.norm() < r.norm():  # false for a NaN
+            if tried.norm() < r.norm():  # False for NaN
                 flat, r, mu = moved, tried, max(mu * _EASED, _LEAST)
                 break
             mu *= _RAISED
@@ -194,7 +194,7 @@ def first_order(
         for step in range(iterations):
             image = unknown.reshape(*shape)
             r = residual(image)
-            # The prior moves the image away from the least residual, so keep the image with the least residual so far.
+            # The prior moves the image away from the smallest residual, so keep the best image so far.
             if float(r.detach().norm()) < least:
                 best, least, at = unknown.detach().clone(), float(r.detach().norm()), step
             if least < tolerance:
@@ -213,14 +213,14 @@ def first_order(
 
 
 def total_variation(images: Tensor) -> Tensor:
-    """Return the mean absolute difference of horizontal plus vertical neighbours; `images` is (..., height, width)."""
+    """Return the mean absolute difference of horizontal plus vertical neighbors; `images` is (..., height, width)."""
     return images.diff(dim=-1).abs().mean() + images.diff(dim=-2).abs().mean()
 
 
 def _solved(matrix: Tensor, right: Tensor) -> Tensor:
     """Solve by Cholesky.
 
-    Returns NaN, which no comparison counts as an improvement, if rounding left the matrix indefinite.
+    Return NaN, which never counts as an improvement, if rounding left the matrix indefinite.
     """
     factor, failed = torch.linalg.cholesky_ex(matrix)
     if failed:
@@ -239,7 +239,7 @@ def _least(
     device: torch.device,
     kind: torch.dtype,
 ) -> MatchedImage:
-    """Return the result of the start with the least residual."""
+    """Return the result of the start with the smallest residual."""
     if starts < 1:
         raise ValueError(f"starts: expected at least 1, found {starts}")
     low, high = span

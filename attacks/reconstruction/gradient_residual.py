@@ -1,11 +1,11 @@
-"""Residual between the gradient of a candidate image and a client's upload, at the observed entries.
+"""Residual between a candidate image's gradient and a client's upload, at the observed entries.
 
     r(u) = m o (grad_w L(f_w(T u), y) - g) / ||m o g||       (see `gradient_matching`)
 
 | case | result |
 |---|---|
 | nothing observed | ValueError |
-| several exchanges | one residual over all, each at its own weights |
+| several exchanges | one residual over all exchanges, each at its own weights |
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class GradientResidual:
         return (self.sent(unknown, self.labels) - self.targets) / self.size
 
     def jacobian(self, unknown: Tensor) -> Tensor:
-        """Return the Jacobian (entries, unknowns), image by image: the mean loss has the mean of their gradients."""
+        """Return the Jacobian (entries, unknowns), image by image: the gradient of the mean loss is their mean."""
         count, each = len(self.labels), unknown[0].numel()
         eye = torch.eye(each, dtype=unknown.dtype, device=unknown.device)
         columns = []
@@ -65,7 +65,7 @@ class GradientResidual:
 def residual_of(
     model: nn.Module, observed: Sequence[ObservedGradient], labels: Tensor, upsample: Map | None, kind: torch.dtype
 ) -> GradientResidual:
-    """Create the residual for observed gradients, in this precision. Raises ValueError if nothing was observed."""
+    """Create the residual for observed gradients at this precision. Raises ValueError if nothing was observed."""
     _load_forward_mode()
     parts: list[tuple[dict[str, Tensor], dict[str, Tensor], Tensor]] = []
     targets: list[Tensor] = []
@@ -74,7 +74,7 @@ def residual_of(
         state = {**model.state_dict(), **(each.weights or {})}
         state = {n: t.to(device, kind if t.is_floating_point() else t.dtype) for n, t in state.items()}
         matched = {n: state.pop(n) for n in each.values}
-        # An index, not a mask: under vmap no shape may depend on values.
+        # Use an index, not a mask, because no shape may depend on values under vmap.
         index = torch.cat([each.seen[n].flatten() for n in matched]).nonzero().flatten().to(device)
         targets.append(torch.cat([each.values[n].detach().flatten() for n in matched]).to(device, kind)[index])
         parts.append((matched, state, index))
@@ -99,9 +99,9 @@ def residual_of(
 
 
 def _load_forward_mode() -> None:
-    """Load the forward-mode derivatives of torch, without the warning that torch 2.15 gives of its own code.
+    """Load torch's forward-mode derivatives without the warning that torch 2.15 gives about its own code.
 
-    The rules call torch.jit.script, which is deprecated. torch loads them at the first derivative of a process.
+    The rules call torch.jit.script, which is deprecated. torch loads the rules at a process's first derivative.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.jit\.script` is deprecated", FutureWarning)

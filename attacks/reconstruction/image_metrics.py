@@ -4,7 +4,7 @@
 |---|---|
 | `peak_signal_to_noise` | 10 log10(L^2 / MSE), L = the width of the range of values |
 | `structural_similarity` | Wang, Bovik, Sheikh, Simoncelli 2004, Image Quality Assessment, section III-B and III-C |
-| `mean_image` | the guess of an adversary who saw no messages |
+| `mean_image` | the guess of an adversary that saw no messages |
 
 Every image is (channels, height, width) with values in [low, high].
 
@@ -44,7 +44,7 @@ Image = Float[Tensor, "channels height width"]
 Patches = Float[Tensor, "patches pixels"]
 
 _WINDOW, _SIGMA, _K1, _K2 = 11, 1.5, 0.01, 0.03  # Wang et al., section III-C
-_THUMB, _TEXT, _GAP = 96, 14, 4  # of a contact sheet, in pixels
+_THUMB, _TEXT, _GAP = 96, 14, 4  # sizes in a contact sheet, in pixels
 
 
 def peak_signal_to_noise(mine: Image, true: Image, data_range: float) -> float:
@@ -59,7 +59,7 @@ def structural_similarity(mine: Image, true: Image, data_range: float, low: floa
 
         SSIM = (2 mx my + C1)(2 sxy + C2) / ((mx^2 + my^2 + C1)(sx^2 + sy^2 + C2)),  C1 = (0.01 L)^2,  C2 = (0.03 L)^2
 
-    Intensities are measured from `low`: the formula is for values in [0, L], and an offset changes its result.
+    Intensities are measured from `low`: the formula is for values in [0, L], and an offset would change its result.
     """
     _check(mine, true, data_range)
     if min(true.shape[1:]) < _WINDOW:
@@ -92,9 +92,9 @@ def join_patches(patches: Patches, channels: int, height: int, width: int, patch
 
 
 def mean_image(images: Float[Tensor, "images channels height width"], without: int | None = None) -> Image:
-    """Return the mean image: an attack that scores below it has learnt nothing from the message.
+    """Return the mean image: an attack that scores below it has learned nothing from the message.
 
-    `without` leaves out the image under attack, which an adversary does not have. Raises ValueError if none is left.
+    `without` excludes the image under attack, which the adversary lacks. Raises ValueError if no image remains.
     """
     indices = [i for i in range(len(images)) if i != without]
     if not indices:
@@ -105,7 +105,7 @@ def mean_image(images: Float[Tensor, "images channels height width"], without: i
 def contact_sheet(
     images: Sequence[Image], labels: Sequence[str], low: float = 0.0, high: float = 1.0, columns: int = 8
 ) -> bytes:
-    """Return a PNG of the images in rows, each under its label; values are clipped to [low, high], a NaN is black.
+    """Return a PNG of the images in rows, each under its label. Values are clipped to [low, high]; a NaN is black.
 
     Raises:
         ValueError: no images, or a different number of labels.
@@ -121,7 +121,7 @@ def contact_sheet(
         left, top = _GAP + place % columns * width, _GAP + place // columns * height
         values = ((image.double() - low) / (high - low)).nan_to_num(0.0, 1.0, 0.0).clamp(0, 1).mul(255).round()
         pixels = values.byte().cpu().expand(3, -1, -1).permute(1, 2, 0).contiguous()
-        # Nearest neighbour: smoothing would hide the artifacts of a bad reconstruction.
+        # Nearest neighbor: smoothing would hide the artifacts of a bad reconstruction.
         thumb = Pillow.fromarray(pixels.numpy()).resize((_THUMB, _THUMB), Pillow.Resampling.NEAREST)
         draw.text((left, top), label, fill="black")
         sheet.paste(thumb, (left, top + _TEXT))

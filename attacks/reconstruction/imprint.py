@@ -3,24 +3,24 @@
 After Fowl, Geiping, Czaja, Goldblum, Goldstein: Robbing the Fed. ICLR 2022, and Shi et al.: From Efficiency to Leakage
 (NeuroImprint). 2026, arXiv 2606.20553. Both use their own biases and ReLU to sort examples into neurons. A LoRA pair
 has neither, so this attack uses the activation after the adapted layer instead. It searches the span of the learned
-update as DAGER does (Petrov et al. 2024).
+update, as in DAGER (Petrov et al. 2024).
 
 With u = W x + b + s B A x before the activation of the first block's MLP, x (d) a token's input, and r the rank:
 
     A_0 = gate, B[k, 0] = slope / s for r - 1 neurons k     u_k is far below 0, with slope 0, unless gate . x > 0
     B[k_j, j] = FAINT for j = 1 .. r - 1, one neuron each   dL/dA_j = s FAINT sum_t (dL/du_t)_(k_j) x_t over those t
-    A_j <- A_j - lr g / (|g| + 1e-8)                        AdamW's first step; g is small, so it can be solved for g
+    A_j <- A_j - lr g / (|g| + 1e-8)                        AdamW's first step; g is small enough to solve for
 
-The gate is open at a few chosen positions. Their x depend only on the tokens up to there and on the public base. So if
-at most r - 1 different x pass the gate, their span is known. The attack extends a prefix by each token of the
-vocabulary whose x lies in that span.
+The gate is open at a few chosen positions. Their x depends only on the tokens up to that position and on the public
+base. So if at most r - 1 different x pass the gate, their span is known. The attack extends a prefix by each vocabulary
+token whose x lies in that span.
 
 | case | result |
 |---|---|
 | one step of AdamW, at most r - 1 different prefixes at the chosen positions | every example's prefix, exactly |
-| more than r - 1 different prefixes | the span is too large or wrong: few or none |
+| more than r - 1 different prefixes | few or none: the span is too large or wrong |
 | an honest broadcast (B = 0) | none: dL/dA is 0 |
-| several local steps | worse with each step: after step 1 changed B, every token contributes to A |
+| several local steps | worse with each step: once step 1 has changed B, every token contributes to A |
 | a method that withholds A | none from that upload |
 | noise on the gradient (`dp.*`) | none |
 """
@@ -49,9 +49,9 @@ __all__ = [
 
 Tokens = tuple[int, ...]
 
-FAINT = 1e-6  # so small that AdamW's first step is not yet the gradient's sign
+FAINT = 1e-6  # small enough that AdamW's first step is not just the gradient's sign
 _ADAM = 1e-8  # AdamW's epsilon, as in torch
-_RANK = 1e-5  # singular values below this part of the largest are rounding
+_RANK = 1e-5  # singular values below this fraction of the largest are rounding
 _OUTSIDE = 0.02  # fraction of a candidate's norm that may lie outside the span
 _MARGIN_STEPS = 100
 _MOST_PATHS = 1000
@@ -103,9 +103,9 @@ def craft_broadcast(
     """Return `weights` with an imprinting pair at `layer`; the other layers do not change.
 
     Args:
-        slope: slope of the neurons' inputs in the gate's product; below about 5 the gate does not close.
-        plain: True sets the reading rows of A to 0, for a more exact result. Otherwise they do not change, and
-            the broadcast changes less.
+        slope: slope of the neurons' inputs in the gate's product; below about 5, the gate does not close.
+        plain: True sets the reading rows of A to 0, for a more exact result. Otherwise these rows do not change, and
+            the broadcast differs less.
     """
     a, b = weights[f"{layer}.lora_A"].clone(), weights[f"{layer}.lora_B"].clone()
     read, scale = len(a) - 1, float(getattr(task.adapter, "scale", 1.0))
@@ -121,7 +121,7 @@ def craft_broadcast(
 
 
 def _quiet(task: AdaptedTask, layer: str, count: int) -> Tensor:
-    """Return the layer's neurons with the smallest weights, whose inputs the base affects least."""
+    """Return the layer's neurons with the smallest weights, because the base affects their inputs least."""
     module = task.base.model.get_submodule(layer)
     matrix = module.get_parameter("base_layer.weight").detach().float()
     out = len(task.trained[f"{layer}.lora_B"])
@@ -137,7 +137,7 @@ def recover_gradient(
     Args:
         sent, answered: the broadcast and the upload.
         rate, decay: the run's learning rate and weight decay.
-        adamw: True if AdamW made the step; otherwise the step is the gradient.
+        adamw: True if the step is AdamW's; otherwise the step is the gradient.
     """
     name = f"{layer}.lora_A"
     if name not in answered:

@@ -2,7 +2,7 @@
 
 | case | result |
 |---|---|
-| masks of random binary weights, in any encoding | public: an entry is observed if its mask is one |
+| masks of random binary weights, in any encoding | public: an entry is observed if its mask bit is one |
 | a tensor that was not sent (fixed position) | not in any `ObservedGradient`, so it is not matched |
 | a true zero under an implicit mask | not observed, like a withheld entry |
 """
@@ -32,7 +32,7 @@ class ObservedGradient:
         values: gradient by parameter name. Values at withheld entries are not read.
         seen: same names and shapes, true where an entry was sent. A tensor missing from both is not
             matched.
-        weights: weights at which the gradient was taken; None means the model's own.
+        weights: weights at which the gradient was computed; None means the model's own.
     """
 
     values: Mapping[str, Tensor]
@@ -41,7 +41,7 @@ class ObservedGradient:
 
 
 def observe_all_entries(gradients: Mapping[str, Tensor]) -> ObservedGradient:
-    """Treat every entry as sent. On masked gradients, this is the attack that treats zeros as data."""
+    """Treat every entry as sent. On masked gradients, this means treating zeros as data."""
     return ObservedGradient(gradients, {n: torch.ones_like(g, dtype=torch.bool) for n, g in gradients.items()})
 
 
@@ -57,7 +57,7 @@ def observe_upload(method: Method, payload: Payload, spec: Spec) -> ObservedGrad
 
 
 def subsample_entries(observed: ObservedGradient, most: int, generator: torch.Generator) -> ObservedGradient:
-    """Keep about `most` of the observed entries, drawn at random: a smaller Jacobian with enough equations."""
+    """Keep about `most` observed entries, drawn at random, for a smaller Jacobian that still has enough equations."""
     total = sum(int(seen.sum()) for seen in observed.seen.values())
     if total <= most:
         return observed

@@ -1,4 +1,4 @@
-"""Recover an example's tokens from the span of one LoRA gradient, by testing every token of the vocabulary.
+"""Recover an example's tokens from the span of one LoRA gradient, by testing every token in the vocabulary.
 
 After Petrov, Dimitrov, Baader, Müller, Vechev: DAGER: Exact Gradient Inversion for Large Language Models. NeurIPS 2024,
 arXiv 2405.15586. We did not have the paper: its test of single tokens at the first layer is from memory, and this
@@ -7,18 +7,18 @@ version is for a pair of factors. It does not search whole sentences with deeper
 At an adapted layer that reads only the embeddings, y = W x + s B A x, with x_t (d) the input of token t at position t:
 
     dL/dA = s sum_t (B^T dL/dy_t) x_t^T        (r x d): all its rows lie in the span of the x_t
-    T different x_t, T < r, B of full rank     the rows span all of it, if the errors are independent
+    T different x_t, T < r, B of full rank     the rows span all x_t if the errors are independent
     token v is at position p                   x(v, p) lies in the span: ||x - P x|| <= OUTSIDE ||x||
 
-x(v, p) depends only on the public base, so the attack tests every token of the vocabulary at every position.
+x(v, p) depends only on the public base, so the attack tests every vocabulary token at every position.
 
 | case | result |
 |---|---|
 | one step of SGD, fewer different tokens than the rank | every token at its position |
 | as many or more tokens than the rank | none: the span contains only combinations of them |
 | B = 0, as before any training | none: dL/dA is 0 |
-| several examples | the tokens of all of them at each position, if they are fewer than the rank |
-| AdamW | none: its first step is the gradient's sign, which spans another space |
+| several examples | all their tokens at each position, if they are fewer than the rank |
+| AdamW | none: its first step is the gradient's sign, which spans a different space |
 | A withheld, noise on the gradient (`dp.noise-multiplier`), another site's upload | none |
 
 Adaptive note: the only protection is a rank below the number of tokens in a batch, not the method. A server that crafts
@@ -48,13 +48,13 @@ __all__ = [
 
 OUTSIDE = 1e-3  # fraction of an input's norm that may lie outside the span: rounding in single precision
 _ROWS = 4096  # tokens per forward pass of the base
-_RANK = 1e-5  # singular values below this part of the largest are rounding
+_RANK = 1e-5  # singular values below this fraction of the largest are rounding
 
 
 def gradient_span(moved: Tensor) -> Tensor:
     """Return orthonormal rows (rank, d) of the span of A's change or gradient; none if it is 0, not finite, or full.
 
-    A span with as many directions as A has rows contains combinations of the inputs, and does not reveal single ones.
+    A span with as many directions as A has rows contains combinations of the inputs, and reveals no single input.
     """
     none = torch.zeros(0, moved.shape[1], dtype=torch.float64)
     if not moved.any() or not moved.isfinite().all():
@@ -69,7 +69,7 @@ def read_tokens(moved: Tensor, places: Sequence[Tensor]) -> list[set[int]]:
 
     Args:
         moved: (r, d) change of the layer's A at the site, or its gradient.
-        places: the `token_inputs` of each position. They depend only on the public base, so every upload can use them.
+        places: the `token_inputs` at each position. They depend only on the public base, so all uploads can share them.
     """
     basis = gradient_span(moved)
     if not len(basis):
@@ -79,7 +79,7 @@ def read_tokens(moved: Tensor, places: Sequence[Tensor]) -> list[set[int]]:
 
 
 def recovered_share(found: Sequence[set[int]], row: Sequence[int]) -> float:
-    """Return the fraction of an example's tokens found at their positions. `row` has as many tokens, or more."""
+    """Return the fraction of an example's tokens found at their positions. `row` must not be shorter than `found`."""
     return sum(token in at for at, token in zip(found, row, strict=False)) / len(found)
 
 
@@ -93,7 +93,7 @@ def token_inputs(task: AdaptedTask, weights: Weights, layer: str, position: int)
 
 
 def first_layer(task: AdaptedTask, weights: Weights) -> str | None:
-    """Return the first module with a pair whose input is only each token's embedding; None if there is none."""
+    """Return the first module with a pair that reads only each token's embedding, or None if no module does."""
     pairs = (name.removesuffix(".lora_A") for name in weights if name.endswith(".lora_A"))
     return next((layer for layer in pairs if reads_embeddings(task, weights, layer)), None)
 

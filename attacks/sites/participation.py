@@ -1,13 +1,13 @@
 """Participation: tests whether the site with given examples took part in a round, using only the round's sum.
 
-This is client-level inference: the secret is not an example but that an institution took part in training.
-The adversary sees a run's models: another site, any recipient of the broadcasts, or the server under secure
+This is client-level inference: the secret is not an example but an institution's participation in training.
+The adversary sees a run's models: it is another site, any recipient of the broadcasts, or the server under secure
 aggregation. It sees the sum of each round, but the messages do not reveal the contributors. The attacker has
-examples of each candidate, not necessarily those used in training, and examples that belong to none of them. It knows
-base and method.
+examples from each candidate, not necessarily those used in training, and examples from none of the candidates. It knows
+the base and the method.
 
 Client update t is an upload or a sum with start S_t and end S_t + d_t. X_k are the examples of
-candidate k, and X_0 those that belong to none:
+candidate k, and X_0 are examples from no candidate:
 
     p_t(X) = mean_{x in X} g(x) / |g(x)|,  g(x) = dL(x)/dS at the start                       (1)
              as in `property_inference`
@@ -15,25 +15,25 @@ candidate k, and X_0 those that belong to none:
     in a round: s_tk = l_tk - mean_k l_tk - mean_t l_tk + mean_tk l_tk                         (3)
     at all:     a_k  = mean over rounds of max_(t in the round) (l_tk - mean_k l_tk)           (4)
 
-(3) removes the component that all candidates share in one update, and the component that one candidate shares
-with every update: examples of a common kind align with every update. (4) cannot remove the latter, since a
-site may have taken part in all rounds.
+(3) removes the component that all candidates share in one update, and the component that one candidate has
+in every update: examples of a common kind align with every update. (4) cannot remove the second component,
+since a site may have taken part in all rounds.
 
 | the attacker needs | available from captured messages |
 |---|---|
-| an upload's start and end | without secure aggregation: an upload is a sum of one site (the control to win) |
+| an upload's start and end | without secure aggregation: an upload is a single-site sum (the control to win) |
 | a round's sum | with secure aggregation: `secagg_views.SecureSumView`, if the method's broadcasts reveal sums |
 
 | case | result |
 |---|---|
 | an update without change | l = 0 |
 | only A was sent, and B was never seen | not used: examples have no gradient in A there |
-| one candidate, one update | (3) is 0: there is nothing to compare with |
+| one candidate, one update | (3) is 0: there is nothing to compare it with |
 | the same sites in every round, seen as sums | (3) is noise; (4) separates them from candidates that never took part |
 | a candidate that never took part | (3) is noise: a control to lose |
-| uploads that do not depend on the examples | (3) and (4) are noise; this is the second control that must lose |
+| uploads that do not depend on the examples | (3) and (4) are noise: the second control to lose |
 
-Noisy steps bound what an example reveals, not what a site of many examples reveals. Noise for sites would
+Noisy steps bound what an example reveals, not what a site with many examples reveals. To protect sites, noise would
 have to be added to the sum, with the whole upload clipped.
 """
 
@@ -60,7 +60,7 @@ class ParticipationScores:
     """The values of eq. 2.
 
     Attributes:
-        turns: the round, and the sites known to be behind each update: the sender, or all sites asked in the round.
+        turns: each update's round and possible contributors: the sender, or all sites asked in the round.
         candidates: names of the candidates.
         values: (turns, candidates).
     """
@@ -80,7 +80,7 @@ class ParticipationScores:
         return np.asarray(np.mean([each[rounds == round_].max(0) for round_ in np.unique(rounds)], 0))
 
     def truth(self, of: Mapping[str, str] | None = None) -> np.ndarray:
-        """Return (turns, candidates), true if a candidate is in an update; with `of`, the site that it names is."""
+        """Return (turns, candidates), true if a candidate is in an update; `of` maps candidates to site names."""
         names = [(of or {}).get(name, name) for name in self.candidates]
         return np.array([[name in sites for name in names] for _, sites in self.turns])
 
@@ -90,21 +90,22 @@ def participation_scores(
 ) -> ParticipationScores:
     """Compute eq. 1 and 2 for every update in the view; messages with equal start and end, as in a sum, are one update.
 
-    The task must compute its own gradients (`fedveil.training.gradient_backend.TrainableTask`). Memory
-    holds the mean gradients of all candidates at one start at a time.
+    The task must compute its own gradients (`fedveil.training.gradient_backend.TrainableTask`). The candidates' mean
+    gradients are in memory for only one start at a time.
 
     Args:
         view: the server's view, of uploads or sums.
-        candidates: each candidate's examples that the attacker has.
+        candidates: the attacker's examples from each candidate.
         nobody: examples that belong to none of the candidates.
 
     Raises:
         ValueError: no candidate, a candidate without examples, `nobody` is empty, or the view has no
-            readable turn.
+            readable update.
     """
     if not candidates or not len(nobody) or not all(len(rows) for rows in candidates.values()):
         raise ValueError(
-            "candidates, nobody: expected examples for each, found none for one; add examples for every candidate"
+            "candidates, nobody: expected examples for each, found none for at least one; add examples for every "
+            "candidate"
         )
     turns, values, turn_sites = (
         ObservedClientUpdates(view, knowledge.initial),
@@ -137,6 +138,6 @@ def participation_scores(
 def _pulls(
     knowledge: AdversaryKnowledge, turn: ObservedClientUpdate, candidates: Mapping[str, Rows], nobody: Rows
 ) -> list[dict[str, Tensor]]:
-    """Return p_t(X_k) - p_t(X_0) of each candidate."""
+    """Return p_t(X_k) - p_t(X_0) for each candidate."""
     common = mean_pull(knowledge.task, turn, nobody)
     return [subtract_named(mean_pull(knowledge.task, turn, rows), common) for rows in candidates.values()]

@@ -3,9 +3,9 @@
 Ateniese et al. 2015; Melis, Song, De Cristofaro, Shmatikov 2019 (arXiv 1805.04049). Sums over changing
 cohorts: So et al. 2021 (arXiv 2106.03328); Lam et al. 2021, "Gradient Disaggregation" (arXiv 2106.06089).
 
-The attacker has its own examples, some with the property and some without, which belong to no site. At the
-start of a client update t it computes the direction in which each kind pushes the sent tensors
-S. It then measures how far the site moved along the difference:
+The attacker has its own examples, some with the property and some without; none belong to a site. At the
+start of a client update t, it computes the direction in which each kind pushes the sent tensors
+S. It then measures how far the site moved along the difference between these directions:
 
     u_t = mean_{x with} g(x) / |g(x)| - mean_{x without} g(x) / |g(x)|,   g(x) = dL(x)/dS at the start     (1)
     l_t = -<u_t, S_sent - S_start> / |S_sent - S_start|                                                     (2)
@@ -16,8 +16,8 @@ A site's estimate is z_k of
 
 | the server sees | C_t | g(t), the updates that share an offset |
 |---|---|---|
-| uploads | the site | updates of a round with the same sent tensors |
-| sums | the sites of the round's cohort | all rounds: sites differ by the rounds in which they took part |
+| uploads | the site | updates in a round with the same sent tensors |
+| sums | the sites in the round's cohort | all rounds: sites differ by the rounds in which they took part |
 
 An estimate ranks sites; it is not a share. `pairwise_concordance` gives the fraction of correctly ordered
 pairs.
@@ -25,9 +25,9 @@ pairs.
 | case | result |
 |---|---|
 | an update without change | l = 0 |
-| only A was sent, and B was never seen | no l: no example has a gradient in A there |
+| only A was sent, and B was never seen | no l, because examples have no gradient in A there |
 | sums over the same cohort in every round | the estimates are equal: concordance 0.5 |
-| in every round, no other site sent the same tensors | the site's estimate is 0 |
+| no other site ever sent the same tensors in the same round | the site's estimate is 0 |
 | two sites with equal shares | `pairwise_concordance` ignores this pair |
 | a site without an update | no estimate |
 """
@@ -52,7 +52,7 @@ from fedveil.contract.task import Rows
 __all__ = ["PropertyScore", "estimate_from_sums", "estimate_from_uploads", "pairwise_concordance", "property_scores"]
 
 Estimates = Mapping[str, float]  # by site
-RIDGE = 0.1  # of eq. 3: a sum of many sites reveals little about each
+RIDGE = 0.1  # ridge of eq. 3: a sum over many sites reveals little about each site
 _EQUAL = 1e-9  # l lies between -2 and 2; smaller differences are rounding
 
 
@@ -77,7 +77,7 @@ def property_scores(
     places = sorted((round_, site, index) for site in turns.sites for index, round_ in enumerate(turns.rounds(site)))
     known: dict[tuple[bytes, frozenset[str]], dict[str, Tensor]] = {}
     for round_, of_round in itertools.groupby(places, key=lambda place: place[0]):
-        known.clear()  # later rounds have another start
+        known.clear()  # later rounds start from other weights
         for _, site, index in of_round:
             turn = turns.at(site, index)
             if is_blind(turn):
@@ -95,7 +95,7 @@ def _direction(task: Any, turn: ObservedClientUpdate, having: Rows, lacking: Row
 
 
 def mean_pull(task: Any, turn: ObservedClientUpdate, rows: Rows) -> dict[str, Tensor]:
-    """Return the mean of g(x) / |g(x)| over examples at an update's start, for sent tensors; a 0 gradient adds 0."""
+    """Return the mean of g(x) / |g(x)| over examples at an update's start, for sent tensors; zero gradients add 0."""
     total: dict[str, Tensor] = {}
     task.put(turn.start)
     for _, example_grads in row_gradients(task, rows):
@@ -125,7 +125,7 @@ def estimate_from_uploads(found: Sequence[PropertyScore]) -> Estimates:
 
 
 def estimate_from_sums(found: Sequence[PropertyScore]) -> Estimates:
-    """Solve eq. 3 for sums: all values l of a round equal that of its sum, in which each site has the same weight."""
+    """Solve eq. 3 for sums: all of a round's values l equal the value of its sum, where each site has equal weight."""
     rounds = sorted({each.round for each in found})
     cohorts = {t: tuple(each.site for each in found if each.round == t) for t in rounds}
     values = {each.round: each.value for each in found}

@@ -1,1 +1,1 @@
-"""Benchmarks of FedVeil: presets, their runners, and their measurements. They use only public modules of FedVeil."""
+"""Benchmarks for FedVeil: presets, their runners, and their measurements. They use only FedVeil's public modules."""

@@ -1,4 +1,4 @@
-"""`python -m fedveil_bench`: `fedveil bench` through PYTHONPATH, if no package is installed."""
+"""`python -m fedveil_bench`: the same as `fedveil bench`, for use through PYTHONPATH when no package is installed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`fedveil bench`: runs a benchmark and compares it with its paper's numbers.
+"""`fedveil bench`: runs a benchmark and compares it with the numbers in its paper.
 
---list names the benchmarks; each is a preset. The result is also written to a JSON file. With --dry-run
-nothing runs: the command lists what is missing, and how long the preset took when it last ran.
+--list lists the benchmarks; each is a preset. The result is also written to a JSON file. With --dry-run nothing is run:
+the command shows what is missing, and how long the preset took the last time.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from fedveil_bench import runner as benchmarks
 
 COMMAND_GROUP = "getting_started"
 
-_METRICS = 6  # a table: more columns break their numbers
+_METRICS = 6  # maximum number of metrics per table: with more columns, numbers would wrap
 
 
 class LazyModule:
     """A module that is imported when an attribute is first accessed.
 
-    A machine with a GPU may lack modules for starting a federation, such as grpc, and its presets need none.
+    A GPU machine may lack modules for starting a federation, such as grpc, which the GPU presets do not need.
     """
 
     def __init__(self, name: str) -> None:
@@ -39,7 +39,7 @@ class LazyModule:
 
 
 def create_simulation(*args: Any, **kwargs: Any) -> Any:
-    """Return a `fedveil.testing.simulation.LocalSimulation`, importing it on this call."""
+    """Create a `fedveil.testing.simulation.LocalSimulation`, which is imported only now."""
     return LazyModule("fedveil.testing.simulation").LocalSimulation(*args, **kwargs)
 
 
@@ -48,12 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("preset", nargs="?", help='"<paper>/<table>"')
     parser.add_argument("--list", action="store_true", help="list the presets")
     parser.add_argument(
-        "--dry-run", action="store_true", help="check data, packages and device; of all presets if none is named"
+        "--dry-run", action="store_true", help="check data, packages and device, for all presets if none is named"
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--small", dest="form", action="store_const", const="small",
-        help="run with the bundled base, as docs/results.md does for tables whose full form needs a GPU",
+        help="run with the bundled base, as in docs/results.md for tables whose full form needs a GPU",
     )  # fmt: skip
     form.add_argument(
         "--quick", dest="form", action="store_const", const="quick", help="run a short trial, in less than four minutes"
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Lists the presets, or runs one."""
+    """List the presets, or run one."""
     console = Console(highlight=False)
     console.width = max(console.width, 160)  # a table with wrapped numbers is unreadable
     if args.list:
@@ -102,7 +102,7 @@ def run_command(args: argparse.Namespace) -> int:
         pieces=file.with_suffix(".pieces.jsonl"),
         minutes=args.minutes,
     )
-    if args.minutes != 0:  # otherwise nothing is trained, and a table of earlier runs may need no data
+    if args.minutes != 0:  # with 0 nothing is trained, and a table from earlier runs may need no data
         requirements.require_ready(args.preset, options)
     result, files = benchmarks.run_preset(args.preset, options)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def _dry_run(args: argparse.Namespace, console: Console) -> int:
-    """Return 1 if something is missing, else 0."""
+    """Return 1 if something is missing, otherwise 0."""
     lacks = 0
     options = benchmarks.BenchOptions(form=args.form, seeds=args.seeds, device=args.device)
     every = [name for name in benchmarks.list_presets() if args.form in benchmarks.check_forms(name)]
@@ -140,18 +140,18 @@ def _command(name: str, args: argparse.Namespace) -> str:
 
 
 def _file(name: str, form: benchmarks.Form) -> Path:
-    """Return the result path. A quick run of a preset must not overwrite a measured result."""
+    """Return the path of the result. A preset's quick run must not overwrite a measured result."""
     trial = form == "quick" and "small" in benchmarks.read_preset(name, form)
     return _results() / ("quick" if trial else "") / f"{name.replace('/', '_')}.json"
 
 
 def _results() -> Path:
-    """Return the results folder: in a checkout the committed results, elsewhere one in the working directory."""
+    """Return the results folder: the committed results in a checkout, otherwise a folder in the working directory."""
     return folders.results_folder() or Path("results")
 
 
 def result_tables(result: Mapping[str, Any]) -> list[Table]:
-    """The rows, a table for every few metrics: mean [low, high], and what the paper reports."""
+    """Return the rows as tables with a few metrics each: mean [low, high], and the paper's value."""
     rows = result["rows"]
     metrics = list(dict.fromkeys(name for row in rows for name in row.get("metrics", {})))
     parts = [metrics[i : i + _METRICS] for i in range(0, len(metrics), _METRICS)] or [[]]

@@ -1,4 +1,4 @@
-"""Draw the figures of docs/results.md from committed results: mean and 95 % interval, without any run.
+"""Draw the figures for docs/results.md from committed results, with means and 95% intervals, without running anything.
 
 `python -m fedveil_bench.figures`, in a checkout, writes docs/pictures/results-*.png.
 """
@@ -17,25 +17,25 @@ from typing import Any
 
 from fedveil_bench import folders
 
-# What can only lie within bounds, by its name in a result. An interval is symmetric, by Student's t over few seeds, and
-# may reach beyond them: the files have it as it was computed, pictures and pages only as far as it is possible.
+# Bounds of metrics, by their names in a result. Intervals are symmetric (Student's t over few seeds) and may extend
+# beyond the bounds: files have them as computed, while figures and pages show only the possible part.
 _POSSIBLE = {
     re.compile(r"(\w+ )?(alignment|calibrated|LiRA|caption \d+%)(, wrong site)?|AUROC, .+|rows"): (0.0, 1.0),
     re.compile(r"local|neighbour|right(, .+)?|(qa |ood )?accuracy"): (0.0, 100.0),
 }
-COPIED = {"random-binary": "random_binary_accuracy.png", "system": "core_scale.png"}  # which presets draw themselves
+COPIED = {"random-binary": "random_binary_accuracy.png", "system": "core_scale.png"}  # drawn by the presets themselves
 
 
 @dataclass(frozen=True)
 class ResultFigure:
-    """The content of one picture: for each series a row and a metric at each place.
+    """The content of one figure: for each series, a row and a metric at each place.
 
     Attributes:
         preset: the preset whose result is drawn.
-        unit: unit of every value in it.
-        places: names down the axis.
-        series: (row, metric) for each place of each series; None if the result has none.
-        guess: position of the line for a random guess; None = no line.
+        unit: the unit of all values.
+        places: names along the vertical axis.
+        series: (row, metric) for each place in each series; None if the result lacks that metric.
+        guess: position of the line for a random guess, or None for no line.
     """
 
     preset: str
@@ -47,14 +47,14 @@ class ResultFigure:
 
 @dataclass(frozen=True)
 class ParetoFront:
-    """Methods by two of their metrics, each with its interval: a tradeoff.
+    """A tradeoff: methods by two of their metrics, each with its interval.
 
     Attributes:
         preset: the preset whose result is drawn.
-        units: units of the two axes.
-        series: points of each method, at most ten, (row, metric) for each axis.
+        units: the units of the two axes.
+        series: for each method (at most ten), the (row, metric) for each axis.
         guess: position of a random guess on the second axis.
-        base: (row, metric) of the first axis before any training. A method that ends there has no model of its own at
+        base: (row, metric) for the first axis before any training. A method that ends there has no model of its own at
             the server: it is drawn next to the base's line, hollow and without an interval on that axis.
     """
 
@@ -67,10 +67,10 @@ class ParetoFront:
 
 @dataclass(frozen=True)
 class ResultCurves:
-    """A metric of the server's model by round and by bytes: of each row of a result that has a `curve` of it.
+    """A metric of the server's model by round and by bytes, for each row of a result with a `curve` of the metric.
 
     Attributes:
-        preset: the preset whose result is drawn. Without a curve in it there is no picture.
+        preset: the preset whose result is drawn; if it has no curves, no figure is drawn.
         metric: the drawn metric.
         unit: unit of the metric, for the axis.
     """
@@ -123,7 +123,7 @@ FIGURES = {
         {name: tuple((name, a) for a in _ATTACKS) for name in ("overfitted FedAvg", "FedAvg client", "FedRand client")}
         | {
             "round 0": (("round 0", "caption 10%"), ("round 0", "loss"), None, None)
-        },  # calibrated, all its rows are alike
+        },  # with the calibrated attack, all rows look alike
         guess=0.5,
     ),
     **{f"lora-{texts}": _on_texts(f"lora/{texts}") for texts in ("quality", "viggo", "dart")},
@@ -164,7 +164,7 @@ def _metrics(preset: str) -> dict[str, Any]:
 
 
 def read_curves(of: ResultCurves) -> dict[str, list[tuple[int, float, dict[str, float]]]]:
-    """Return each row's rounds, megabytes until then, up and down, and the metric; empty without result or curve."""
+    """Return, by row, the points (round, MB up and down so far, metric); empty without a result or curves."""
     if not _file(of.preset).is_file():
         return {}
     found = {
@@ -179,7 +179,7 @@ def read_curves(of: ResultCurves) -> dict[str, list[tuple[int, float, dict[str, 
 
 
 def read_intervals(figure: ResultFigure | ParetoFront) -> dict[str, list[dict[str, float] | None]]:
-    """Return mean, low and high of each series at each place. Raises KeyError if the result lacks one."""
+    """Return the mean, low and high of each series at each place. Raises KeyError if the result lacks one."""
     by_name = _metrics(figure.preset)
 
     def within(row: str, metric: str) -> dict[str, float]:
@@ -196,8 +196,7 @@ def base_of(front: ParetoFront) -> float:
 
 
 def compute_digest(figure: ResultFigure | ParetoFront | ResultCurves) -> str:
-    """Return a digest of the content. The picture contains it, so that a test detects a picture older than its
-    result."""
+    """Return a digest of the content. The image file contains it, so that a test can detect an outdated figure."""
     if isinstance(figure, ResultCurves):
         return hashlib.sha256(json.dumps([figure.metric, figure.unit, read_curves(figure)]).encode()).hexdigest()
     words = [figure.unit, figure.places] if isinstance(figure, ResultFigure) else [figure.units, base_of(figure)]
@@ -205,7 +204,7 @@ def compute_digest(figure: ResultFigure | ParetoFront | ResultCurves) -> str:
 
 
 def draw_figure(figure: ResultFigure, file: Path) -> None:
-    """Write the figure as a PNG, the first place at the top."""
+    """Write the figure as a PNG, with the first place at the top."""
     from matplotlib.figure import Figure as Canvas
 
     drawn = Canvas(figsize=(9, 1.2 + 0.55 * len(figure.places)), dpi=110, layout="constrained")
@@ -229,7 +228,7 @@ def draw_figure(figure: ResultFigure, file: Path) -> None:
 
 
 def draw_front(of: ParetoFront) -> Any:
-    """Return a canvas with the front: better is left and down."""
+    """Return a canvas with the front; lower left is better."""
     from matplotlib.figure import Figure as Canvas
 
     drawn = Canvas(figsize=(9, 5.2), dpi=110, layout="constrained")
@@ -282,7 +281,7 @@ def by_round_and_bytes(of: ResultCurves) -> Any:
 
 
 def main() -> None:
-    """Draw all pictures, and copy those that presets draw. Raises ConfigError outside a checkout."""
+    """Draw all figures, and copy those drawn by presets. Raises ConfigError outside a checkout."""
     pictures = folders.require_results().parents[1] / "docs" / "pictures"
     for name, figure in FIGURES.items():
         draw_figure(figure, pictures / f"results-{name}.png")

@@ -1,11 +1,11 @@
-"""Find the files of fedveil-bench: in a wheel, in an editable installation, or in a checkout by PYTHONPATH.
+"""Find the files of fedveil-bench: in a wheel, in an editable installation, or in a checkout on PYTHONPATH.
 
 | file | in a wheel | in a checkout |
 |---|---|---|
-| presets | in the package | benchmarks/presets, linked in the package |
-| results | not there | benchmarks/results |
+| presets | in the package | benchmarks/presets, linked from the package |
+| results | not included | benchmarks/results |
 
-No other module of the package guesses a folder.
+No other module in the package guesses folders.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def checkout_folder() -> Path | None:
 
 
 def presets_folder() -> Path:
-    """Return the folder of the presets. In a clone without links the package has a text file in its place."""
+    """Return the presets folder. In a clone without symbolic links, the package has a text file in its place."""
     inside = package_folder() / "presets"
     return inside if inside.is_dir() else package_folder().parent / "presets"
 
@@ -45,7 +45,7 @@ def find_folder(name: str) -> Path:
     folder = package_folder() / name
     if not folder.is_dir():
         raise ConfigError(
-            f"installation: expected the folder {name}, found none in {package_folder()}; install fedveil-bench again"
+            f"installation: expected the folder {name}, found none in {package_folder()}; reinstall fedveil-bench"
         )
     return folder
 

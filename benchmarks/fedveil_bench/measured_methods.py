@@ -1,8 +1,8 @@
-"""Collect each method's measurements from the committed results of a checkout, for `fedveil methods --table`.
+"""Collect each method's measurements from the committed results in a checkout, for `fedveil methods --table`.
 
-LoRA methods are in one table, `lora/attacks`, and can be compared. Other methods are in the table of a
-paper, either their own or one that uses them as a baseline. Such numbers can be compared only within a
-table, so a cell names its table.
+LoRA methods are all in one table, `lora/attacks`, and can be compared. Each other method is in a paper's table, from
+either its own paper or a paper that uses it as a baseline. Such numbers can be compared only within a table, so a cell
+names its table.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _WORDS = (
     "these. docs/results.md has all, with all controls"
 )
 _NOT_HERE = "measured: -, because benchmarks/results is only in a checkout; docs/results.md has the figures"
-_PROPORTIONS = ("alignment", "AUROC, LiRA", "recovered")  # a seed's interval may reach beyond
+_PROPORTIONS = ("alignment", "AUROC, LiRA", "recovered")  # between 0 and 1, though their intervals may extend beyond
 
-# By a method's title: tables, and of each (words, row, metric). What is withheld stands beside the same without that.
+# By method title: tables, and for each table (words, row, metric). Each defense is next to the undefended case.
 _SITE, _NOISE = "% right at its own site, epsilon 0.4,", "by noise only"
 _ABOVE, _TUNED = "a client's loss above the server's, mean of four data sets,", "after its own training"
 _LESS = f"{_ABOVE} minus that of a run that hides nothing,"
@@ -102,10 +102,10 @@ _OF_PAPERS: dict[str, dict[str, list[tuple[str, str, str]]]] = {
 
 
 def read_column() -> tuple[dict[str, str], str]:
-    """Return the cells by a method's title, and a sentence on their source; no cells outside a checkout.
+    """Return the cells by method title, and a sentence about their source; no cells outside a checkout.
 
     Raises:
-        StateError: a committed file is no result, or lacks a row or metric.
+        StateError: a committed file is not a result, or lacks a row or metric.
     """
     folder = folders.results_folder()
     if folder is None or not _file(folder, _LORA).is_file():
@@ -120,7 +120,7 @@ def read_column() -> tuple[dict[str, str], str]:
 
 @dataclass(frozen=True)
 class _Result:
-    """A committed result: its table, its command, its commit, and each row's metrics."""
+    """A committed result: its table, command and commit, and each row's metrics."""
 
     preset: str
     command: str
@@ -129,7 +129,7 @@ class _Result:
 
     @classmethod
     def read(cls, folder: Path, preset: str) -> _Result:
-        """Read a result. Raises StateError for a file that is no result."""
+        """Read a result. Raises StateError if the file is not a result."""
         try:
             content = json.loads(_file(folder, preset).read_text())
             rows = {str(row["name"]): row["metrics"] for row in content["rows"]}
@@ -144,7 +144,7 @@ class _Result:
             ) from None
 
     def metric(self, row: str, name: str) -> dict[str, float]:
-        """Return mean and bounds of a metric, with or without the name of the data before it. Raises StateError."""
+        """Return a metric's mean and bounds; the data set's name before it may be omitted. Raises StateError."""
         try:
             of = self.rows[row]
             value = of[name] if name in of else next(v for key, v in of.items() if key.endswith(f" {name}"))
@@ -167,7 +167,7 @@ def _of_papers(results: Mapping[str, _Result], tables: Mapping[str, list[tuple[s
 
 
 def _compared(lora: _Result) -> dict[str, str]:
-    """Return the test loss of the server's model, and the attack on one client, for methods with both."""
+    """Return the server model's test loss, and the result of the attack on one client, for methods with both."""
     start, summaries = lora.metric("round 0", "test loss")["mean"], {}
     for title in (name.removesuffix(" server") for name in lora.rows if name.endswith(" server")):
         loss, alignment = lora.metric(f"{title} server", "test loss"), lora.metric(f"{title} client", "alignment")

@@ -1,7 +1,7 @@
-"""Check whether a preset can run here, and how long its last run took. Nothing is loaded, trained or written.
+"""Check whether a preset can run here, and how long its last run took, without loading, training or writing anything.
 
-A runner may declare the data that it reads (`preset_needs`, see `common/data.py`) and packages beyond FedVeil's own
-(`PACKAGES`).
+A runner may declare the data that it reads (`list_requirements`, see `common/data.py`) and packages beyond FedVeil's
+own (`PACKAGES`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedveil_bench.runner import BenchOptions
 
 _PICTURES = "`image` (bytes), `label` (ClassLabel), `class_name`, `source_path`"
 _CAPTIONS = "train.parquet and test.parquet with `image`, `caption` (a list), `label` (the object)"
-# Where the folder of a need comes from, and what is in it.
+# Where each required folder comes from, and what it contains.
 SOURCES = {
     "e2e_nlg": "github.com/tuetschek/e2e-dataset; lines {mr, ref}",
     "viggo": "huggingface.co/datasets/GEM/viggo; lines {mr, ref}",
@@ -45,7 +45,7 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class PresetReadiness:
-    """Available parts, missing parts with the next step for each, and a sentence on the time."""
+    """The available inputs, the missing inputs with the next step for each, and a sentence about the time."""
 
     there: Sequence[str]
     missing: Sequence[str]
@@ -53,14 +53,14 @@ class PresetReadiness:
 
 
 def preset_needs(preset: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """Return what the preset's runner reads with these settings."""
+    """Return the data that the preset's runner reads with these settings."""
     module = runner.load_runner(preset)
     found: list[data.DataRequirement] = getattr(module, "list_requirements", data.list_requirements)(preset["settings"])
     return found
 
 
 def check_ready(name: str, options: BenchOptions, results: Path) -> PresetReadiness:
-    """Check folders, packages, device and time of one preset; `results` is the folder of results.
+    """Check a preset's folders, packages, device and time; `results` is the results folder.
 
     Raises:
         ConfigError: there is no such preset or form.
@@ -79,7 +79,7 @@ def check_ready(name: str, options: BenchOptions, results: Path) -> PresetReadin
 
 
 def require_ready(name: str, options: BenchOptions) -> None:
-    """Raise ConfigError if a folder or package of a preset is missing; say where to get each."""
+    """Raise ConfigError if a folder or package that a preset needs is missing, and say where to get each."""
     if missing := _found(runner.read_preset(name, options.form))[1]:
         form = "" if options.form == "full" else f" --{options.form}"
         raise ConfigError(
@@ -89,7 +89,7 @@ def require_ready(name: str, options: BenchOptions) -> None:
 
 
 def _found(preset: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the folders and packages that are available, and those that are missing with the way to get each."""
+    """Return the available folders and packages, and how to get each missing one."""
     there: list[str] = []
     missing: list[str] = []
     for need in preset_needs(preset):
@@ -104,7 +104,7 @@ def _found(preset: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def recorded_time(name: str, settings: Mapping[str, Any], options: BenchOptions, results: Path, device: str) -> str:
-    """Describe how long the last run with a result took, and what to expect of this one."""
+    """Describe how long the last run with a result took, and how long this one is expected to take."""
     found = _last(results, name, device, options.form)
     if found is None:
         return f"time: unknown, no result of {name} is in {results}"
@@ -134,7 +134,7 @@ def _count(seeds: int) -> str:
 
 
 def recorded_seeds(result: Mapping[str, Any]) -> int | None:
-    """Return the number of seeds that the sentences of a result state, or None if they state none."""
+    """Return the number of seeds stated in a result's sentences, or None if not stated."""
     for text in [*result["differences"], *result["verdicts"]]:
         if said := re.search(r"\b(\d+) seeds", text):
             return int(said[1])
@@ -142,7 +142,7 @@ def recorded_seeds(result: Mapping[str, Any]) -> int | None:
 
 
 def _last(results: Path, name: str, device: str, form: runner.Form) -> dict[str, Any] | None:
-    """Return the preset's last result; for a quick run, or one of `make gpu`, prefer the result of its own form."""
+    """Return the preset's last result; for a quick run or one from `make gpu`, prefer the same form."""
     file = f"{name.replace('/', '_')}.json"
     folders = [*(["gpu"] if device == "cuda" else []), *(["quick"] if form == "quick" else []), ""]
     for place in (results / folder / file for folder in folders):

@@ -3,12 +3,14 @@
 | form | its settings | purpose |
 |---|---|---|
 | full | `[settings]` | the paper's base, if it has one |
-| small | `[settings]` with those of `[small]` over them, if there are any | the bundled base: measured without a GPU |
-| quick | either, with those of `[quick]` over them | a trial, in less than four minutes on two cores |
+| small | `[settings]`, overridden by `[small]` if there is one | the bundled base: measured without a GPU |
+| quick | either, overridden by `[quick]` | a trial, in less than four minutes on two cores |
 
-A preset that differs from another in a few settings names it (`like = "<paper>/<table>"`) and has only those.
+A preset that differs from another preset in a few settings names that preset (`like = "<paper>/<table>"`) and contains
+only those settings.
 
-A runner is a module below this folder with `run(preset, options) -> Outcome`. All results have the same schema:
+A runner is a module in this package with `run_benchmark(settings, options) -> BenchOutcome`. All results have the same
+schema:
 
     {"preset", "form", "seconds", "commit", "environment",
      "rows": [{"name", "metrics": {name: {mean, low, high, n}}, ...}], "paper": {row: {metric: value}},
@@ -39,14 +41,14 @@ class BenchOptions:
     """The options of the command line.
 
     Attributes:
-        form: which of the preset's settings replace the full ones.
-        seeds: number of seeds; 0 = the preset's own.
+        form: the form of the preset to run: full, small or quick.
+        seeds: number of seeds, or 0 for the preset's default.
         device: "auto", "cpu" or "cuda".
         launch: the module that starts a real federation (`fedveil.testing.deployment`), for presets that need one.
         simulation: the class that runs the app on Flower's simulation engine (`fedveil.testing.simulation`).
-        say: gets progress, one line at a time.
-        pieces: the file of a preset that runs in pieces; None = all at once.
-        minutes: after this time no further piece is started; None = run all pieces.
+        say: called with progress messages, one line at a time.
+        pieces: the pieces file, for a preset that runs in pieces, or None to run all at once.
+        minutes: after this time, no further piece is started; None runs all pieces.
     """
 
     form: Form = "full"
@@ -59,7 +61,7 @@ class BenchOptions:
     minutes: float | None = None
 
     def after(self, seconds: float) -> BenchOptions:
-        """Return the options with the bound of `minutes`, if there is one, reduced by these seconds."""
+        """Return the options with the limit `minutes`, if there is one, reduced by this many seconds."""
         return self if self.minutes is None else replace(self, minutes=max(0.0, self.minutes - seconds / 60))
 
 
@@ -68,10 +70,10 @@ class BenchOutcome:
     """The result of a runner.
 
     Attributes:
-        rows: rows of the table, as in the result file.
-        verdicts: sentences that are computed from the rows' intervals.
-        differences: sentences on where this run differs from the paper's setting.
-        files: further files to write with the result, by suffix.
+        rows: the table's rows, as in the result file.
+        verdicts: sentences computed from the rows' intervals.
+        differences: sentences about how this run differs from the paper's setup.
+        files: additional files to write with the result, by suffix.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -87,10 +89,10 @@ def list_presets() -> list[str]:
 
 
 def read_preset(name: str, form: Form) -> dict[str, Any]:
-    """Return a preset as in its file, with the "settings" and "differences" of the requested form.
+    """Return a preset from its file, with the "settings" and "differences" for the requested form.
 
     Raises:
-        ConfigError: no such preset, or it has no such form.
+        ConfigError: there is no such preset, or it does not have this form.
     """
     if name not in (known_names := list_presets()):
         whole = {each.rpartition("/")[2]: each for each in known_names} | {each: each for each in known_names}
@@ -116,7 +118,7 @@ def read_preset(name: str, form: Form) -> dict[str, Any]:
 
 
 def check_forms(name: str) -> list[Form]:
-    """Return the forms that a preset has, the largest first."""
+    """Return the forms that a preset has, starting with the largest."""
     return _forms(_parsed(name))
 
 
@@ -126,7 +128,7 @@ def _forms(preset: Mapping[str, Any]) -> list[Form]:
 
 
 def _parsed(name: str) -> dict[str, Any]:
-    """Return the content of the file, merged over the preset that it names as `like`."""
+    """Return the file's content, merged over the preset named in `like`, if any."""
     own = tomllib.loads((folders.presets_folder() / f"{name}.toml").read_text())
     return _merged(_parsed(own["like"]), own) if "like" in own else own
 
@@ -137,10 +139,10 @@ def load_runner(preset: Mapping[str, Any]) -> ModuleType:
 
 
 def run_preset(name: str, options: BenchOptions) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Run one preset; return its result and the further files, by suffix.
+    """Run one preset; return its result and the additional files, by suffix.
 
     Raises:
-        ConfigError: an unknown preset, or minutes for a preset whose table cannot be partial.
+        ConfigError: the preset is unknown, or `minutes` is set for a preset whose table cannot be partial.
     """
     preset = read_preset(name, options.form)
     if options.minutes is not None and not getattr(load_runner(preset), "IN_PIECES", False):

@@ -22,7 +22,7 @@ def test_the_list_names_presets_and_wrong_arguments_are_errors(capsys):
 def test_the_help_shows_the_command_among_those_to_try(capsys):
     shown = main.make_parser("").format_help()
     group = shown.partition("getting started:\n")[2].partition("\n\n")[0]
-    assert "  bench      runs a benchmark and compares it with its paper's numbers" in group.splitlines()
+    assert "  bench      runs a benchmark and compares it with the numbers in its paper" in group.splitlines()
 
 
 def test_by_pythonpath_alone_it_is_run_as_a_module():

@@ -1,1 +1,1 @@
-"""Checks at a site during a round: the received broadcast, and the number of examples that a trainer uses."""
+"""Checks at a site during a round: on the received broadcast, and on the number of examples that a trainer uses."""

@@ -1,41 +1,42 @@
-"""Check the first weights that a client round trains from, under any method, before any example is read.
+"""Check the first weights that a client round trains from, with any method, before any example is read.
 
-    <state-dir>/<run>/<site>/received.json    of the last completed client round, with a checksum: a secret key, and
-                                              sketches under that key of the run's first weights and of the weights
-                                              last trained from, each with the norm that it is measured by, for every
-                                              tensor
+    <state-dir>/<run>/<site>/received.json    written after each completed client round, with a checksum: a secret key
+                                              and, for every tensor, sketches under that key of the run's first weights
+                                              and of the weights last trained from, each with the norm used to measure
+                                              distances from it
 
-    norm   = |w|                                       all trained tensors together
+    norm   = |w|                                       over all trained tensors together
     change = max over tensors of  rms(w - last) / max(rms so far of this tensor, rms so far of all together)
     drift  = max over tensors of  rms(w - first) / max(rms of first of this tensor, rms of first of all together)
 
-`first` are the weights that `run.seed` gives, which every site computes itself: a server can choose the first weights
+`first` are the weights derived from `run.seed`, which every site computes itself: a server can choose the first weights
 that it sends, but not these. `last` are the weights that the site last trained from. "So far" means the largest value
 that this site has trained from in this run. Both are measured per tensor, so that one hostile layer among many does
-not go unnoticed. A B that is zero is measured against all tensors together.
+not go unnoticed. A zero B factor is measured against all tensors together.
 
-The scale of a drift is that of the first weights, so a server that increases the weights does not increase the bound
-with them. That is why small steps in many rounds do not pass: each is below max-broadcast-change, but not their sum.
+Drift is measured on the scale of the first weights, so a server that increases the weights does not increase the bound
+with them. Nor do many small steps pass: max-broadcast-change allows each one, but max-broadcast-drift bounds
+their sum.
 
 | case | what happens |
 |---|---|
 | a value that is not finite | PolicyError |
 | norm, change or drift above max-broadcast-norm, max-broadcast-change, max-broadcast-drift | PolicyError |
-| the first client round in a run | `last` is `first`: change and drift are equal, and both bounds hold |
-| the first client round of a late site | the same: everything learned by others until then counts |
-| the file is lost, or the site's folder | the same: the site computes `first` again, and no bound is wider |
-| the run is resumed, or its name, round or `is-new` is another | the file is by run; nothing else is read |
-| `run.seed` is another than in the first client round | `first` stays |
-| other tensors than the last time, or of other sizes | as in the first client round |
-| other tensors than the run trains | PolicyError |
+| the first client round in a run | `last` is `first`: change and drift are equal, and both bounds apply |
+| the first client round of a late site | the same: everything that others have learned so far counts |
+| the file or the site's folder is lost | the same: the site recomputes `first`, and no bound gets wider |
+| a resumed run, or a different name, round or `is-new` | there is one file per run; nothing else is read |
+| `run.seed` differs from the first client round | `first` stays |
+| tensors or their sizes differ from last time | as in the first client round |
+| tensors that the run does not train | PolicyError |
 | `first` is zero everywhere | no drift; the norm and the change are checked |
-| `last` is zero everywhere, and so was all before | the norm is checked, and the drift |
+| `last` and everything before it is zero everywhere | the norm and the drift are checked |
 | a client round fails or is refused | `last` stays |
 | a factor or prompt that stays at the site | it is trained too, and checked with the rest |
 | the file is damaged | StateError |
 
 The server learns that a bound was exceeded, but not the numbers, because they depend on the site's private
-data; the site's log has them. A sketch has 64 numbers (fedveil/ops/count_sketch.py), so that a large model is
+data; the site's log has them. A sketch has 64 numbers (fedveil/ops/count_sketch.py), so a large model is
 not stored twice. It measures a change to within about 9 %.
 """
 
@@ -84,8 +85,8 @@ class SketchedTensor:
     """A sketch of a tensor that a site trained from, as the site stores it.
 
     Attributes:
-        norm: the norm that distances from it are measured by.
-        entries: its number of entries.
+        norm: the norm used to measure distances from it.
+        entries: the tensor's number of entries.
         sketch: array of shape (SIZE,), under the reference's key.
     """
 
@@ -101,7 +102,7 @@ class BroadcastReference:
     Attributes:
         key: secret key of the sketches; never leaves the site.
         first: the run's first weights.
-        last: the weights last trained from, with the largest norm so far of every tensor.
+        last: the weights last trained from, with every tensor's largest norm so far.
     """
 
     key: bytes
@@ -110,7 +111,7 @@ class BroadcastReference:
 
     @classmethod
     def from_weights(cls, weights: Weights, key: bytes = b"") -> BroadcastReference:
-        """Build the reference of a run that begins with these weights, with a new key if none is given."""
+        """Build the reference for a run that starts with these weights, with a new key if none is given."""
         key = key or os.urandom(_KEY_BYTES)
         first = _sketch_weights(weights, key)
         return cls(key, first, first)
@@ -126,7 +127,7 @@ class BroadcastReference:
         return {n: w.numel() for n, w in weights.items()} == {n: t.entries for n, t in self.last.items()}
 
     def distances(self, weights: Weights) -> tuple[float, float]:
-        """Return change and drift by the module's formulas; 0 from a reference that is zero everywhere."""
+        """Return change and drift by the module's formulas; 0 for a reference that is zero everywhere."""
         now = {name: count_sketch(w, self.key, name) for name, w in weights.items()}
         return _distance(now, self.last), _distance(now, self.first)
 
@@ -136,7 +137,7 @@ def _sketch_weights(weights: Weights, key: bytes) -> dict[str, SketchedTensor]:
 
 
 def _distance(now: Mapping[str, Tensor], reference: Mapping[str, SketchedTensor]) -> float:
-    """Return the largest distance of a sketch from the reference's; NaN if one of them is."""
+    """Return the largest distance between a sketch and its reference; NaN if any distance is NaN."""
     entries = sum(tensor.entries for tensor in reference.values())
     of_all = math.hypot(*(tensor.norm for tensor in reference.values())) / math.sqrt(max(1, entries))
     distances = [0.0]
@@ -159,10 +160,10 @@ def _norm(tensor: Tensor) -> float:
 
 @dataclass(frozen=True)
 class BroadcastReferenceStore:
-    """The reference of one run at one site.
+    """The file with one run's reference at one site.
 
     Attributes:
-        folder: folder of the run's private state.
+        folder: folder with the run's private state.
     """
 
     folder: Path
@@ -170,7 +171,7 @@ class BroadcastReferenceStore:
 
     @classmethod
     def open(cls, state_dir: Path, run: str, site: str, seal: FileSeal = FileSeal()) -> BroadcastReferenceStore:
-        """Open the store of a run and a site. Raises ConfigError for a name that is not a plain file name."""
+        """Open the store for a run and a site. Raises ConfigError for a name that is not a plain file name."""
         return cls(state_folder_of(state_dir, run, site), seal)
 
     @property
@@ -187,12 +188,12 @@ class BroadcastReferenceStore:
             key = bytes.fromhex(content["key"])
             if len(key) == _KEY_BYTES and first.keys() == last.keys():
                 return BroadcastReference(key, first, last)
-            reason = "another length"
+            reason = "wrong length"
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = type(error).__name__
         raise StateError(
-            f"{self._file}: expected the record of what this site last trained from, with its checksum, found none "
-            f"that can be read ({reason}); restore it from a backup, or take no further part in this run"
+            f"{self._file}: expected the record of the weights this site last trained from, with a checksum, found "
+            f"none that can be read ({reason}); restore it from a backup, or stop taking part in this run"
         )
 
     def save(self, reference: BroadcastReference) -> None:
@@ -205,7 +206,7 @@ class BroadcastReferenceStore:
 
 
 def _pack(tensors: Mapping[str, SketchedTensor]) -> dict[str, tuple[float, int, str]]:
-    """Return norm, entries and sketch of each tensor as JSON can hold them."""
+    """Return each tensor's norm, entries and sketch in a form that JSON can represent."""
     return {
         name: (tensor.norm, tensor.entries, base64.b64encode(tensor.sketch.numpy().tobytes()).decode())
         for name, tensor in tensors.items()
@@ -213,7 +214,7 @@ def _pack(tensors: Mapping[str, SketchedTensor]) -> dict[str, tuple[float, int, 
 
 
 def _unpack(packed: Mapping[str, tuple[float, int, str]]) -> dict[str, SketchedTensor]:
-    """Return what `_pack` was given. Raises ValueError, TypeError or AttributeError for anything else."""
+    """Invert `_pack`. Raises ValueError, TypeError or AttributeError for anything else."""
     return {name: _unpack_tensor(*parts) for name, parts in packed.items()}
 
 
@@ -226,12 +227,12 @@ def _unpack_tensor(norm: float, entries: int, text: str) -> SketchedTensor:
 
 @final
 class BroadcastGuard(TrainerWrapper):
-    """A trainer that checks the first weights that it receives, before it reads an example.
+    """A trainer that checks the first weights it receives before reading any example.
 
     Args:
         policy: the site's policy, with the bounds.
-        received: the site's reference.
-        initial: returns the run's first weights, from `run.seed`; called only without a reference.
+        received: the store with the site's reference.
+        initial: returns the run's first weights, from `run.seed`; called only if there is no reference.
     """
 
     def __init__(
@@ -246,13 +247,13 @@ class BroadcastGuard(TrainerWrapper):
         if self._next is not None:
             return
         norm = weights_norm(weights)
-        decisions.check_broadcast(self._policy, norm, 0.0, 0.0)  # before any difference of non-finite values
+        decisions.check_broadcast(self._policy, norm, 0.0, 0.0)  # before computing differences with non-finite values
         reference = self._received.load()
         if reference is None or not reference.fits(weights):
             reference = BroadcastReference.from_weights(self._initial())
         if not reference.fits(weights):
             raise PolicyError(
-                f"broadcast: expected weights for {len(reference.first)} tensors, those that this run trains, found "
+                f"broadcast: expected weights for the {len(reference.first)} tensors that this run trains, found "
                 f"{len(weights)} or others; correct the method"
             )
         change, drift = reference.distances(weights)

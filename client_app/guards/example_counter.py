@@ -1,12 +1,12 @@
-"""Count the examples behind an upload, as the trainers report them and not as the upload claims.
+"""Count the examples behind an upload as reported by the trainers, not as claimed by the upload.
 
-| examples | counted |
+| source | counted |
 |---|---|
-| of a plain training or gradient | those of its steps, as reported by the trainer (`TrainingResult.looked`) |
-| of batches that a method or a privacy mechanism drew | those of the batches |
-| of Poisson batches | the expected number, and batch-size as the smallest step: the drawn examples must stay secret,
+| plain training or a gradient | the examples of its steps, as reported by the trainer (`TrainingResult.looked`) |
+| batches drawn by a method or a privacy mechanism | the examples in the batches |
+| Poisson batches | the expected number, and batch-size as the smallest step: the drawn examples must stay secret,
   and a refusal would reveal something about them |
-| behind the report's `loss_received` | not counted: no step used them |
+| the report's `loss_received` | not counted: no step used these examples |
 | a trainer that does not report its examples | none |
 """
 
@@ -33,13 +33,13 @@ from fedveil.rng import RandomStream
 
 @final
 class ExampleCounter(TrainerWrapper):
-    """A trainer that counts the examples behind everything that it returns."""
+    """A trainer that counts the examples behind everything it returns."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self._rows: set[int] = set()
         self._least: list[int] = []
-        self._missed = 1.0  # probability that an example is in none of the Poisson batches
+        self._missed = 1.0  # probability that an example is not in any Poisson batch
 
     @property
     def distinct(self) -> int:
@@ -52,7 +52,7 @@ class ExampleCounter(TrainerWrapper):
         return min(self._least, default=0)
 
     def saw(self, looked: ExamplesUsed) -> None:
-        """Count the examples of a training."""
+        """Count the examples of one training call."""
         self._rows |= looked.rows
         self._least += [looked.min_batch] if looked.rows else []
 

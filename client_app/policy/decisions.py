@@ -1,40 +1,41 @@
-"""All decisions of a site about a run. Each raises PolicyError, which names key, permitted value and actual value.
+"""All of a site's decisions about a run. Each raises PolicyError, naming the key, the permitted and the actual value.
 
 | when | decision |
 |---|---|
 | a message has arrived, before it is read | `check_app_digest` |
-| the message is read, before any data is | `check_run`; `list_refusals` lists all its refusals |
+| the message has been read, before any data is read | `check_run`; `list_refusals` lists all its refusals |
 | a round is about to be served | `count_round`; `check_round` for messages that do not count as serving |
 | the broadcast is decoded, before training | `check_broadcast` |
 | the upload is complete, before the private state is saved | `check_examples` |
 | the upload is about to leave the site | `check_upload` |
 
-The policy's keys are in site_policy.py. fedveil/federation/secagg/site.py checks keys and plans of secure aggregation,
+The policy's keys are in site_policy.py. fedveil/federation/secagg/site.py checks secure-aggregation keys and plans,
 and the site's ledger checks privacy charges (fedveil/privacy/charged_gradients.py).
 
 
 | case | result |
 |---|---|
-| the node config names no file | everything is permitted except a round that was served before (replay_guard.py), and a
-  broadcast that changes or drifts by more than 10; only the guard's entry point in the image refuses |
-| fewer examples than min-examples or min-batch, by the run config alone | the run is refused before a row is looked at
+| the node config does not name a policy file | everything is permitted except a round that was already served
+  (replay_guard.py) and a broadcast that changes or drifts by more than 10; only the guard's entry point in the image
+  refuses |
+| fewer examples than min-examples or min-batch, by the run config alone | the run is refused before any row is read
   (planned_examples.py) |
-| the file is missing, is not TOML, has an unknown key or a value of a wrong type | PolicyError |
-| a key is absent | it restricts nothing; but a run config key that neither it nor [permits] names must have its
+| the file is missing, is not TOML, has an unknown key or a value of the wrong type | PolicyError |
+| a key is absent | no restriction; but a run config key that neither a policy key nor [permits] names must have its
   default |
 | an empty list | nothing is permitted |
 | several keys | all of them must hold: a signed bundle with an unlisted digest is refused |
-| no modules, and the run has an own model (task.module) | PolicyError: the site runs no file that it did not review |
+| no modules, and the run has an own model (task.module) | PolicyError: the site runs only files that it has reviewed |
 | app-digests, modules or signers, and the guard has not checked the bundle | PolicyError: only the guard can check it |
 | min-noise-multiplier, and the run has no `dp.clip-norm` | PolicyError: its noise is 0 |
 | max-epsilon, and the run has no budget that the site's ledger enforces, or its draws are seeded | PolicyError |
 | too many bytes or too few examples, known only after training | the site withholds the upload and sends the reason |
-| scores of held-out rows that are not permitted, or too many | the round continues without them, and reports why |
-| norm, change or drift above the three bounds of a broadcast | the client round ends before it reads an example |
+| scores on held-out rows that are not permitted, or too many | the round continues without them, and reports why |
+| norm, change or drift above a broadcast's three bounds | the client round ends before it reads an example |
 | hours "22:00-06:00" | the window spans midnight, from 22:00 to before 06:00; "00:00-24:00" is always |
 
-The server's bundle contains this file too. The site's installed copy enforces the policy;
-fedveil/guard/clientapp.py calls before any code of the bundle runs.
+The server's bundle contains this file too, but the site's installed copy enforces the policy:
+fedveil/guard/clientapp.py calls it before any of the bundle's code runs.
 """
 
 from __future__ import annotations
@@ -97,13 +98,13 @@ def list_refusals(
     now: datetime | None = None,
     serves: bool = True,
 ) -> Iterator[PolicyError]:
-    """Yield everything that the site does not permit; nothing if it permits the client round.
+    """Yield everything the site does not permit; nothing if it permits the client round.
 
-    Raises PolicyError for an unreadable policy.
+    Raises PolicyError if the policy is unreadable.
 
     Args:
         down_bytes: size of the server's message.
-        serves: the message requests a client round; otherwise keys or shares of secure aggregation, which do not count.
+        serves: the message requests a client round; otherwise secure-aggregation keys or shares, which do not count.
     """
     policy, config = load_policy(assignment.site), assignment.config
     judged: list[Callable[[], None]] = [
@@ -143,7 +144,7 @@ def check_run_config(policy: SitePolicy, config: RunConfig) -> None:
 
 
 def check_app_digest(site: SiteConfig, digest: str) -> None:
-    """Check only the bundle, before its message is read. Raises PolicyError, also for an unreadable policy."""
+    """Check only the bundle, before its message is read. Raises PolicyError, also if the policy is unreadable."""
     if site.policy:
         _require_bundle(VerifiedBundle(digest), policy_of_site(site).model_copy(update={"signers": None}))
 
@@ -157,16 +158,16 @@ def count_round(assignment: ClientAssignment) -> None:
 
 
 def bind_run(assignment: ClientAssignment) -> None:
-    """Bind the Flower run to the instruction's run. Raises PolicyError if it is bound to another one."""
+    """Bind the Flower run to the instruction's run. Raises PolicyError if it is already bound to another run."""
     if assignment.flower_run:
         bind_flower_run(assignment.site.state_dir, assignment.flower_run, assignment.order.run)
 
 
 def check_round(assignment: ClientAssignment, most: int) -> None:
-    """Raise PolicyError for a client round that the site refuses because of the rounds that it has served.
+    """Raise PolicyError for a client round that the site refuses because of the rounds it has already served.
 
-    Refused are: a round that is not in the run, is over, or was served `most` times; a round that holds out other
-    rows than the run's first one; any round of a purged run; another run than the Flower run's first one.
+    The site refuses a round that is not in the run, is over, or was served `most` times; a round that holds out
+    different rows than the run's first round; any round of a purged run; and any run but the Flower run's first one.
     """
     if assignment.flower_run:
         check_flower_run(assignment.site.state_dir, assignment.flower_run, assignment.order.run)
@@ -175,7 +176,7 @@ def check_round(assignment: ClientAssignment, most: int) -> None:
 
 
 def open_replay_guard(assignment: ClientAssignment) -> ReplayGuard:
-    """Return the record of the assignment's rounds that this site has served."""
+    """Return the record of the rounds that this site has served in the assignment's run."""
     return ReplayGuard.open(assignment.site.state_dir, assignment.order.run, assignment.name)
 
 
@@ -202,7 +203,10 @@ def check_broadcast(policy: SitePolicy, norm: float, change: float, drift: float
 
 
 def check_examples(policy: SitePolicy, distinct: int, least: int) -> None:
-    """Check facts known only after training: distinct examples, and those of the smallest step. Raises PolicyError."""
+    """Check the number of distinct examples and the size of the smallest step, known only after training.
+
+    Raises PolicyError.
+    """
     asked = (("examples: this site takes part with", distinct, policy.min_examples, "min-examples"),
              ("train.batch-size: this site takes steps of", least, policy.min_batch, "min-batch"))  # fmt: skip
     for words, found, limit, key in asked:
@@ -217,7 +221,7 @@ def check_examples(policy: SitePolicy, distinct: int, least: int) -> None:
 def check_upload(
     assignment: ClientAssignment, down_bytes: int, up_bytes: int, num_examples: object, report: Collection[str] = ()
 ) -> None:
-    """Check facts known only from the upload; `report` has the names of its metrics.
+    """Check facts known only once there is an upload; `report` has the names of its metrics.
 
     Raises PolicyError; the upload must then not leave the site.
     """
@@ -231,10 +235,10 @@ def check_upload(
     if not site.policy:
         return
     policy = policy_of_site(site)
-    _require_bytes(policy, down_bytes + up_bytes, f"({down_bytes} here, {up_bytes} back)")
+    _require_bytes(policy, down_bytes + up_bytes, f"({down_bytes} down, {up_bytes} up)")
     enough = policy.min_examples is None or (type(num_examples) is int and num_examples >= policy.min_examples)
-    if not enough and not secure:  # there the client round itself has counted its examples (check_examples)
-        # The server must not learn the number: it learns only that it is below the bound.
+    if not enough and not secure:  # with masks, the client round itself has counted its examples (check_examples)
+        # The server must not learn the number, only that it is below the bound.
         raise PolicyError(
             f"examples: this site takes part with at least {policy.min_examples} examples, found fewer "
             "(min-examples of its policy); leave the site out"
@@ -254,13 +258,13 @@ def _require_bundle(bundle: VerifiedBundle, policy: SitePolicy) -> None:
 
 
 def check_modules(module: str, modules: Mapping[str, str]) -> None:
-    """Check the own models' files of a bundle, also without a policy: none but the one that task.module names.
+    """Check a bundle's own-model files, even without a policy: only the file that task.module names is allowed.
 
     Raises PolicyError.
     """
     if extra := sorted(set(modules) - {module}):
         raise PolicyError(
-            f"task.module: expected no file in the bundle's fedveil/own but that of task.module, found {extra[0][:99]}"
+            f"task.module: expected no file in the bundle's fedveil/own except task.module's, found {extra[0][:99]}"
             ".py; remove it"
         )
     if module and module not in modules:
@@ -268,7 +272,7 @@ def check_modules(module: str, modules: Mapping[str, str]) -> None:
 
 
 def _require_module(bundle: VerifiedBundle, module: str, permitted: list[str] | None) -> None:
-    """Raise PolicyError for an own model whose file the policy does not name."""
+    """Raise PolicyError if the run has an own model whose file the policy does not list."""
     if not module:
         return
     found = bundle.modules.get(module, "none that the site's own entry point has verified")
@@ -280,7 +284,7 @@ def _require_module(bundle: VerifiedBundle, module: str, permitted: list[str] | 
 
 
 def _require_methods(assignment: ClientAssignment, permitted: list[str] | None) -> None:
-    """Check the methods of the server's message and of the run config, because the bundle's code uses the latter."""
+    """Check the methods named in the server's message and in the run config; the bundle's code uses the run config."""
     for method in (assignment.order.method, assignment.config.method.name):
         _require_one("method.name", method, permitted)
 
@@ -288,16 +292,16 @@ def _require_methods(assignment: ClientAssignment, permitted: list[str] | None) 
 def _require_bytes(policy: SitePolicy, found: int, where: str) -> None:
     limit = policy.max_bytes_a_round
     if limit is not None and found > limit:
-        raise PolicyError(f"bytes per round: this site permits at most {limit}, found {found} {where}; share less")
+        raise PolicyError(f"bytes per round: this site permits at most {limit}, found {found} {where}; send less")
 
 
 def _require_one(key: str, found: str, permitted: list[str] | None) -> None:
-    """Raise PolicyError for a value that is not in the policy's own list; None = no restriction."""
+    """Raise PolicyError for a value that is not in the policy's list; None = no restriction."""
     if permitted is not None and found not in permitted:
         raise PolicyError(f'{key}: this site permits {permitted}, found "{found}"; agree on it with the site')
 
 
 def _require_rounds(found: int, most: int | None) -> None:
-    """Raise PolicyError for more rounds than the policy permits; None = no restriction."""
+    """Raise PolicyError if the run has more rounds than the policy permits; None = no restriction."""
     if most is not None and found > most:
         raise PolicyError(f"run.rounds: this site permits at most {most}, found {found}; ask for fewer")

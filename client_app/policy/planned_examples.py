@@ -1,15 +1,16 @@
-"""Refuse a run whose plan cannot reach a policy's bounds on examples, before a row is looked at or charged.
+"""Refuse a run whose plan cannot reach a policy's minimum numbers of examples, before any row is read or charged.
 
-The bounds hold for what a client round really used (decisions.check_examples). Where the run config alone says that
-every client round will miss them, the site refuses at once: else it would train, charge its ledger, and then refuse.
+The minimums apply to the examples that a client round has actually used (decisions.check_examples). If the run config
+alone shows that no client round can reach them, the site refuses immediately: otherwise it would train, charge its
+ledger, and then refuse.
 
-| a client round | uses at most |
+| client round | uses at most |
 |---|---|
-| of a method that sends the gradient of one batch | train.batch-size examples |
-| of noisy steps (dp.clip-norm), with train.max-steps | train.max-steps times train.batch-size |
-| of other training, with train.max-steps | twice as many optimizer steps: a method trains at most twice |
-| without train.max-steps | as many as the site has, which the plan does not say |
-| of units (dp.unit-column) | as many rows as the drawn units have, which the plan does not say |
+| a method that sends the gradient of one batch | train.batch-size examples |
+| noisy steps (dp.clip-norm), with train.max-steps | train.max-steps times train.batch-size |
+| other training, with train.max-steps | twice as many optimizer steps: a method trains at most twice |
+| without train.max-steps | all of the site's examples, a number that the plan does not contain |
+| units (dp.unit-column) | as many rows as the drawn units have, a number that the plan does not contain |
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from __future__ import annotations
 from fedveil.config import RunConfig, parse_toml
 from fedveil.errors import PolicyError
 
-# Methods that send one batch's gradient unless exchange = "epoch". A test compares the names with the methods' own.
+# Methods that send one batch's gradient unless exchange = "epoch". A test compares this list with the methods.
 ONE_BATCH = frozenset({"dp_fpl", "fixed_position", "random_binary"})
 _TRAININGS = 2
 
 
 def require_planned_examples(min_examples: int | None, min_batch: int | None, config: RunConfig) -> None:
-    """Raise PolicyError if no client round of this run can use `min_examples`, or steps of `min_batch` examples."""
+    """Raise PolicyError if no client round in this run can use `min_examples`, or steps of `min_batch` examples."""
     most, step = most_examples(config), examples_per_step(config)
     if min_batch is not None and step < min_batch:
         raise PolicyError(
@@ -39,7 +40,7 @@ def require_planned_examples(min_examples: int | None, min_batch: int | None, co
 
 
 def most_examples(config: RunConfig) -> int | None:
-    """Return the largest number of distinct examples in a client round; None if the run config does not bound it."""
+    """Return the maximum number of distinct examples in a client round; None if the run config does not bound it."""
     train = config.train
     if config.dp.unit_column:
         return None

@@ -1,6 +1,6 @@
-"""Check how much privacy a run may cost.
+"""Check a run's maximum privacy cost.
 
-epsilon_main.py computes its epsilon in a separate process, because this process must not import torch.
+epsilon_main.py computes the run's epsilon in a separate process, because this process must not import torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def require_epsilon(assignment: ClientAssignment, limit: float, delta: float) ->
     if not epsilon <= limit:
         raise PolicyError(
             f"epsilon: this site permits at most {limit:g} at delta = {delta:g}, found {epsilon:g}; "
-            "choose a private method, and an epsilon in its fields"
+            "choose a private method, and set epsilon in its parameters"
         )
 
 

@@ -1,17 +1,17 @@
-"""The table [permits] of a site's policy: which run config keys may differ from their defaults, and how.
+"""The table [permits] in a site's policy: which run config keys may differ from their defaults, and how.
 
     [permits]
     "train.batch-size" = [8, 16]                   # one of these values
     "train.learning-rate" = {min = 1e-5, max = 1e-3}
-    "method.params.rho" = 0.5                      # one field of the method
+    "method.params.rho" = 0.5                      # one method parameter
     "run.name" = {pattern = "pilot-[0-9]+"}        # the whole text must match
 
 | case | result |
 |---|---|
 | a key in the table | its value must match |
-| a key not in the table | its value must be the default of fedveil/config.py |
-| a method field not in the table | it must not be set |
-| a field that is a list | every value in it must match; an empty rule list matches only an empty list |
+| a key not in the table | its value must be the default in fedveil/config.py |
+| a method parameter not in the table | it must not be set |
+| a parameter that is a list | every value in it must match; an empty rule list matches only an empty list |
 | a policy key that bounds a run config key (`methods`, `max-rounds`, ...) | counts as naming that key |
 | true and 1, "1" and 1 | different values; 1 and 1.0 are equal |
 """
@@ -31,12 +31,12 @@ from fedveil.sanitize import suggest_name
 
 Value = bool | int | float | str
 _FIELDS, _RESUME = "method.params", "run.resume"
-_LONGEST_TEXT = 1000  # longest text that a pattern is matched against
+_LONGEST_TEXT = 1000  # maximum length of a text that a pattern is matched against
 _SHOWN = 80
 
 
 class AllowedRange(BaseModel):
-    """Numbers from `min` to `max`, both included."""
+    """Numbers from `min` to `max`, inclusive."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -51,7 +51,7 @@ class AllowedRange(BaseModel):
 
 
 class AllowedPattern(BaseModel):
-    """Texts that match a regular expression completely."""
+    """Texts that match a regular expression as a whole."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -81,14 +81,12 @@ def flatten_permits(table: object) -> object:
             raise ValueError(f"{key[:80]} in [permits]: expected the key's current name, {new}, found its old one")
         if key not in known and not key.startswith(f"{_FIELDS}."):
             near = suggest_name(key, known)
-            raise ValueError(
-                f"unknown key {key[:80]} in [permits]; {near}expected one of the run config, or {_FIELDS}.NAME"
-            )
+            raise ValueError(f"unknown key {key[:80]} in [permits]; {near}expected a run config key, or {_FIELDS}.NAME")
     return permits
 
 
 def check_run_config(permits: Mapping[str, Permit], named: Collection[str], config: RunConfig) -> None:
-    """Raise PolicyError for the first key with a forbidden value; `named` are keys that the policy itself bounds."""
+    """Raise PolicyError for the first key with a forbidden value. `named`: the keys that the policy itself bounds."""
     defaults = RunConfig().flat()
     for key, value in _asked(config).items():
         if key in permits:
@@ -99,10 +97,10 @@ def check_run_config(permits: Mapping[str, Permit], named: Collection[str], conf
 
 
 def permits_for_run(config: RunConfig) -> str:
-    """Return a table, as TOML, that permits only this run and its resume from the run folder's resume.toml.
+    """Return a TOML table that permits only this run, and resuming it from the run folder's resume.toml.
 
     A comment above the table names the policy's other keys that a run always needs.
-    Permitting `run.resume` gives a server nothing: sites ignore it, so a lying server could also resume with false.
+    Permitting `run.resume` gives a server no advantage: sites ignore it, and a lying server could resume with it false.
     """
     defaults = RunConfig().flat()
     permits = {k: v for k, v in _asked(config).items() if not (k in defaults and _same(v, defaults[k]))}
@@ -116,7 +114,7 @@ def permits_for_run(config: RunConfig) -> str:
 
 
 def _asked(config: RunConfig) -> dict[str, Any]:
-    """Return every key of the run config, with the method's fields as separate keys."""
+    """Return every run config key, with the method parameters as separate keys."""
     flat: dict[str, Any] = config.flat()
     fields = parse_toml(str(flat.pop(_FIELDS)), _FIELDS)
     return flat | _flat(fields, lambda value: not value, f"{_FIELDS}.")

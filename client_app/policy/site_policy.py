@@ -1,35 +1,35 @@
-"""A site's policy: a TOML file that only the site writes. `decisions.py` checks runs with it; this module reads it.
+"""A site's policy: a TOML file that only the site writes. This module reads it; `decisions.py` checks runs against it.
 
 methods = ["fedrand", "fedavg"]          # an omitted key restricts nothing
 tasks = ["text-generation"]
 models = ["tiny"]
 max-rounds = 50
-max-retries = 2                          # repeats of one round after its first; default 2
+max-retries = 2                          # retries of one round after its first attempt; default 2
 max-bytes-a-round = 50_000_000           # broadcast and upload together
-max-epsilon = 8.0                        # of all runs together, at `delta`; a run reserves its part at delta / 16
-delta = 1e-5                             # delta and adjacency: the site's privacy ledger is made for them and keeps
-adjacency = "replace-one"                # them; also without max-epsilon
+max-epsilon = 8.0                        # for all runs together, at `delta`; a run reserves its part at delta / 16
+delta = 1e-5                             # delta and adjacency: the site's privacy ledger is created with them and
+adjacency = "replace-one"                # keeps them, even without max-epsilon
 after-open = "refuse"                    # no private run after one that made epsilon infinite; default "say": it runs
-min-noise-multiplier = 1.0               # the run must train by noisy steps (dp.*) with at least this noise
+min-noise-multiplier = 1.0               # the run must train with noisy steps (dp.*) with at least this noise
 min-examples = 100                       # distinct examples behind an upload, in this client round
 min-batch = 8                            # examples in each step behind an upload
-max-scores = 20                          # scores of received weights on held-out examples, in one run; default 0
-report-received-loss = false             # such a score also as loss_received; default: no loss of received weights
-report-row-counts = false                # how many rows were cut or left out; default: they stay at the site
+max-scores = 20                          # scores of received weights on held-out examples, per run; default 0
+report-received-loss = false             # report such a score also as loss_received; default: it is not reported
+report-row-counts = false                # how many rows were truncated or dropped; default: the counts stay at the site
 max-broadcast-norm = 50.0                # norm of the weights that a client round starts from (broadcast_guard.py)
 max-broadcast-change = 1.0               # their change since this site last trained; default 2
 max-broadcast-drift = 1.5                # their distance from the run's first weights; default 2
-require-signed-instructions = true       # by a key of the kit's instruction-keys.toml; default: true with that file
+require-signed-instructions = true       # with a key in the kit's instruction-keys.toml; default: true with that file
 require-secure = true                    # uploads leave this site masked (secure.enabled)
 min-cohort = 5                           # sites in a cohort, and in a sum
-min-threshold = 4                        # share holders needed to reveal a secret of this site
+min-threshold = 4                        # share holders needed to reveal one of this site's secrets
 roster = "sha256:5f0c..."                # the signing keys of all sites: `fedveil members roster`. min-cohort,
                                          # min-threshold and roster apply to masked uploads only
 app-digests = ["5f0c..."]                # SHA-256 of the app's bundle: `fedveil app digest`
-modules = ["sha256:5f0c..."]             # files of own models (task.module); without this key none is permitted
+modules = ["sha256:5f0c..."]             # own-model files (task.module); without this key, none is permitted
 signers = ["ssh-ed25519 AAAA..."]        # keys that may sign the bundle: `fedveil app sign`
 hours = ["20:00-06:00"]                  # by this machine's clock; a client round must begin in one of these windows
-[permits]                                # all other keys of the run config (run_config_rules.py); comes last
+[permits]                                # all other run config keys (run_config_rules.py); comes last
 "train.batch-size" = 16
 """
 
@@ -58,7 +58,7 @@ RENAMED_KEYS = {  # the names in files from before 0.2
 
 
 class SitePolicy(BaseModel):
-    """A site's permissions. A field that is None restricts nothing."""
+    """A site's permissions. A field that is None does not restrict anything."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, alias_generator=lambda n: n.replace("_", "-"))
 
@@ -105,7 +105,7 @@ class SitePolicy(BaseModel):
 
     @property
     def named(self) -> set[str]:
-        """Return the run config keys that a key of this policy bounds."""
+        """Return the run config keys that are bounded by a key of this policy."""
         bounds = {
             "method.name": self.methods, "task.module": self.modules,
             "task.name": self.tasks, "task.model": self.models,
@@ -119,37 +119,37 @@ class SitePolicy(BaseModel):
 
     @property
     def budget(self) -> PrivacyBudget:
-        """Return the site's own limit over all runs together, independent of a run's claim."""
+        """Return the site's own limit for all runs together, independent of a run's claim."""
         epsilon = math.inf if self.max_epsilon is None else self.max_epsilon
         return PrivacyBudget(epsilon, self.delta, Adjacency(self.adjacency))
 
     def requires_signed_instructions(self, site: SiteConfig) -> bool:
         """Return whether `site` refuses an instruction that the server has not signed.
 
-        By default it does if it pins the server's keys: otherwise a message without a signature would evade them.
-        If the policy requires signatures and the site pins no keys, it refuses every run.
+        By default, it does if it pins the server's keys: otherwise an unsigned message would bypass them.
+        If the policy requires signatures but the site pins no keys, it refuses every run.
         """
         required = self.require_signed_instructions
         return bool(site.instruction_keys) if required is None else required
 
     @property
     def signer_keys(self) -> list[str] | None:
-        """The signers without the comments after their keys."""
+        """Return the signers' keys without the comments after them."""
         return None if self.signers is None else [" ".join(key.split()[:2]) for key in self.signers]
 
 
-# Without a policy the server's own code runs unchecked, so these bounds find mistakes only.
-# Noisy steps may move by more than 2.
+# Without a policy, the server's own code runs unchecked, so these bounds only catch mistakes.
+# Noisy steps may move the weights by more than 2.
 _TRIAL = {"max-broadcast-change": 10.0, "max-broadcast-drift": 10.0}
 
 
 def load_policy(site: SiteConfig) -> SitePolicy:
-    """Return the site's policy; if it names none, the defaults with wide bounds on a broadcast."""
+    """Return the site's policy; if the node config names none, the defaults with wide bounds on a broadcast."""
     return policy_of_site(site) if site.policy else SitePolicy.model_validate(_TRIAL)
 
 
 def policy_of_site(site: SiteConfig) -> SitePolicy:
-    """Return the policy that a site's node config names. Raise PolicyError if there is none or it is unreadable."""
+    """Return the policy that a site's node config names. Raises PolicyError if it is missing or unreadable."""
     path = Path(site.policy).expanduser()
     policy: dict[str, Any] = {}
     try:
@@ -174,7 +174,7 @@ def policy_of_site(site: SiteConfig) -> SitePolicy:
 
 
 def _own_keys_in_permits(policy: Mapping[str, Any]) -> str:
-    """Return the policy's own keys that stand below [permits], where TOML reads them as keys of that table."""
+    """Return the policy's own keys that are below [permits], where TOML reads them as keys of that table."""
     permits = policy.get("permits")
     own = {field.alias or name for name, field in SitePolicy.model_fields.items()}
     return ", ".join(sorted(own & set(permits))) if isinstance(permits, dict) else ""

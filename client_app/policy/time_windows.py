@@ -1,4 +1,4 @@
-"""The windows of a policy's `hours`: "20:00-06:00", by the site's clock, first minute included, last one excluded."""
+"""Time windows in a policy's `hours`: "20:00-06:00", by the site's clock, including the start but not the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WINDOW = r"^([01]\d|2[0-3]):[0-5]\d-(([01]\d|2[0-3]):[0-5]\d|24:00)$"
 
 
 def is_within_windows(windows: Iterable[str], now: datetime) -> bool:
-    """Return whether `now` is in one of the windows; one that ends before it begins spans midnight."""
+    """Return whether `now` is in one of the windows; a window that ends before it begins spans midnight."""
     return any(_in_one(window, 60 * now.hour + now.minute) for window in windows)
 
 

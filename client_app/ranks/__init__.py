@@ -1,1 +1,1 @@
-"""The processes of a site that train together; each is a rank of fedveil.training.ranks."""
+"""A site's processes that train together; each is a rank in fedveil.training.ranks."""

@@ -1,9 +1,9 @@
-"""Start the ranks from 1 on, for a site whose node config has processes = N.
+"""Start ranks 1 to N - 1, for a site whose node config has processes = N.
 
     <temporary folder>/fedveil-ranks-<random>/store    the ranks' rendezvous; the folder has mode 0700
 
-A rank holds one end of a socket pair without a file name. It ends when the other end closes: at the end of its
-training, or when the process that started it ends for any reason.
+A rank holds one end of an unnamed socket pair. It ends when the other end closes: when its training is over,
+or when the process that started it ends for any reason.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _PROGRAM = "fedveil.client_app.ranks.rank_main"
 
 
 def count_ranks(assignment: ClientAssignment) -> int:
-    """Return how many processes train together: the site's number, or one if the task does not benefit from more."""
+    """Return how many processes train together: the site's setting, or 1 if the task does not benefit from more."""
     return assignment.site.processes if tasks.task_info(assignment.config.task.name).divisible else 1
 
 
 def at_first(assignment: ClientAssignment, method: Method) -> str:
-    """Return the device for building rank 0's task: a base that will be sharded is in main memory first.
+    """Return the device for building rank 0's task: a base that will be sharded is first loaded into main memory.
 
     Raises ConfigError if it cannot be sharded.
     """
@@ -54,14 +54,14 @@ def at_first(assignment: ClientAssignment, method: Method) -> str:
 
 @final
 class RankLauncher:
-    """The other ranks of a task's training. The task uses them until they are closed.
+    """The other ranks that train a task. The task uses them until they are closed.
 
     Args:
         task: the task of rank 0, on the device from `at_first`.
-        assignment: assignment of a site with 2 or more processes.
+        assignment: the assignment of a site with 2 or more processes.
 
     Raises:
-        ConfigError: fewer devices than processes, or a base that cannot be sharded.
+        ConfigError: there are fewer devices than processes, or the base cannot be sharded.
         RankError: a rank does not start.
     """
 
@@ -69,7 +69,7 @@ class RankLauncher:
         site, count = assignment.site, count_ranks(assignment)
         there = torch.cuda.device_count() if site.device != "cpu" else 0
         check_devices(site.device, count, there)
-        self._folder = tempfile.TemporaryDirectory(prefix="fedveil-ranks-")  # of mode 0700
+        self._folder = tempfile.TemporaryDirectory(prefix="fedveil-ranks-")  # with mode 0700
         store = Path(self._folder.name) / "store"
         self._started: list[subprocess.Popen[bytes]] = []
         self._channels: list[RankChannel] = []

@@ -1,4 +1,4 @@
-"""The program of a rank from 1 on. launcher.py starts it; it ends with the process that started it."""
+"""The program of every rank except rank 0. launcher.py starts it; it ends with the process that started it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger("fedveil.rank")
 
 
 def _compute(channel: RankChannel) -> None:
-    """Run this rank from its first message on."""
+    """Run this rank, starting with its first message."""
     if (message := channel.hear()) is None:
         return
     head = message.head
@@ -44,7 +44,7 @@ def _compute(channel: RankChannel) -> None:
     task = tasks.load_task(assignment.site_config, method.adapter, "cpu" if site.shard_base else str(device))
     if not isinstance(task, AdaptedTask):
         raise TypeError(f"task.name: expected a task around a model, found {type(task).__name__}")
-    task.base  # noqa: B018  # loaded before it says that it is ready
+    task.base  # noqa: B018  # loaded before this rank reports that it is ready
     channel.say(RankMessage({"ready": rank}))
     group = join_group(task, Path(head["store"]), rank, head["size"], device, site.shard_base, lambda: None)
     with limit_threads(assignment.config):
@@ -52,7 +52,7 @@ def _compute(channel: RankChannel) -> None:
 
 
 def end_with(end: socket.socket) -> None:
-    """End this process when the other end closes, even while a computation waits for the other ranks."""
+    """End this process when the other end closes, even while a computation is waiting for the other ranks."""
     closed = select.poll()
     closed.register(end, select.POLLRDHUP)
     closed.poll()

@@ -1,1 +1,1 @@
-"""A site's files on disk: private states of its runs, the rounds it has served, and ids of its data sets."""
+"""A site's files on disk: private state from its runs, the rounds it has served, and the ids of its data sets."""

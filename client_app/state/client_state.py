@@ -1,4 +1,4 @@
-"""A site's private state on its disk.
+"""A site's private state on disk.
 
     <state-dir>/<run>/<site>/turn-<id>.safetensors  a method's private state after a client round; the previous one too
     <state-dir>/<run>/<site>/secret                 32 bytes that seed the client's random draws, and their checksum
@@ -17,19 +17,19 @@ not secret.
 
 The state is never in Flower's `Context.state`, which a restart loses, and silently above about 50 MB.
 
-Every client round continues from the state of the round that the instruction names: the last one whose upload is in the
-server's state. So a dead server, a missed quorum or a lost reply has no effect, and the repeated client round starts
-from the same state as the first one.
+Every client round continues from the state after the client round that the instruction names: the last one whose upload
+is in the server's state. So a dead server, a missed quorum or a lost reply has no effect, and a repeated client round
+starts from the same state as the first attempt.
 
 | the instruction names ... | the client round continues from |
 |---|---|
-| a client round whose state is here | that state; later ones are dropped |
-| none | nothing, as in the first participation; replay_guard.py ensures that no round begins in two ways |
-| one whose state is missing or damaged | nothing if the server sends all that a newcomer needs; else
+| a client round whose state is here | that state; later states are dropped |
+| no client round | nothing, as in the first participation; replay_guard.py ensures that no round begins in two ways |
+| a client round whose state is missing or damaged | nothing, if the server sends everything that a newcomer needs; else
   StateError, after which the server treats the site as a newcomer |
 
-The site stores the state of the client round named last, the one before it, for a server that returns to its
-previous checkpoint, and the newest.
+The site stores three states: after the last client round that an instruction named; after the client round before that,
+for a server that returns to its previous checkpoint; and the newest state.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def safe_file_name(key: str, value: str) -> str:
 
 
 def state_folder_of(state_dir: Path, run: str, site: str) -> Path:
-    """Return the folder of a run's files at a site.
+    """Return the folder for a run's files at a site.
 
     Raises ConfigError for a name that is not a plain file name, or a run name that is reserved.
     """
@@ -79,13 +79,13 @@ def state_folder_of(state_dir: Path, run: str, site: str) -> Path:
 
 
 def state_role(file: Path) -> str:
-    """Return the encryption role of a run's file: a file cannot pass for one of another run, site or client round."""
+    """Return the encryption role of a run's file, so it cannot pass for that of another run, site or client round."""
     of = f"{file.parent.parent.name}/{file.parent.name}"
     return f"state/{of}/{file.stem}" if file.suffix == ".safetensors" else f"{file.stem}/{of}"
 
 
 def open_ledger(state_dir: Path, seal: FileSeal = FileSeal()) -> PrivacyLedger:
-    """Open the state folder's privacy ledger, which all its sites, data sets and runs share."""
+    """Open the state folder's privacy ledger, which is shared by all sites, data sets and runs in the folder."""
     from fedveil.privacy.ledger import PrivacyLedger
 
     return PrivacyLedger(state_dir.expanduser() / LEDGER, seal)
@@ -93,14 +93,14 @@ def open_ledger(state_dir: Path, seal: FileSeal = FileSeal()) -> PrivacyLedger:
 
 @dataclass(frozen=True)
 class ClientStateStore:
-    """One site's folder for one run. It outlives the SuperNode process."""
+    """One site's folder for one run. The folder outlives the SuperNode process."""
 
     folder: Path
     seal: FileSeal = FileSeal()
 
     @classmethod
     def open(cls, state_dir: Path, run: str, site: str, seal: FileSeal = FileSeal()) -> ClientStateStore:
-        """Open the store of a run and site. Raises ConfigError for a name that is not a plain file name."""
+        """Open the store for a run and site. Raises ConfigError for a name that is not a plain file name."""
         return cls(state_folder_of(state_dir, run, site), seal)
 
     @property
@@ -115,14 +115,14 @@ class ClientStateStore:
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Hold the folder during a client round. Waits while another process has it exclusively (`alone`)."""
+        """Hold the folder during a client round. Waits while another process holds it exclusively (`alone`)."""
         with self._lock() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)
             yield
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[bool]:
-        """Yield True if no client round is in progress; then none begins inside the `with` block."""
+        """Yield True if no client round is in progress; then no client round can begin inside the `with` block."""
         with self._lock() as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -138,17 +138,17 @@ class ClientStateStore:
         try:
             yield lock
         finally:
-            os.close(lock)  # releases it
+            os.close(lock)  # releases the lock
 
     def has(self, last: str) -> bool:
-        """Return whether the state after the client round `last` is here."""
+        """Return whether the state after the client round `last` is stored here."""
         return bool(last) and self._file(last).exists()
 
     def load(self, last: str, is_new: bool = False) -> FederatedState | None:
-        """Return the state after the client round `last`; None if `last` names none.
+        """Return the state after the client round `last`; None if `last` is "".
 
         Args:
-            is_new: the server treats this site as a newcomer, so a lost state is no error.
+            is_new: the server treats this site as a newcomer, so a lost state is not an error.
 
         Raises:
             StateError: the state is missing or damaged.
@@ -163,14 +163,14 @@ class ClientStateStore:
         return self._read(last)[0]
 
     def newest(self) -> FederatedState | None:
-        """Return the state after the site's last client round, None if there is none. Raises StateError if damaged."""
+        """Return the state after the site's last client round; None if there is none. Raises StateError if damaged."""
         turns = sorted(self.folder.glob("turn-*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
         return self._read(turns[-1].stem.removeprefix("turn-"))[0] if turns else None
 
     def save(self, turn: str, last: str, state: FederatedState | None) -> None:
-        """Write the state after a client round that continued from `last`, atomically; None stores nothing.
+        """Atomically write the state after a client round that continued from `last`; a state of None stores nothing.
 
-        Removes states that no server can name any more. Raises StateError, for example on a full disk.
+        Removes states that no server can name anymore. Raises StateError, for example on a full disk.
         """
         from fedveil.contract.method import FederatedState as State_
         from fedveil.records.tensor_state import save_state
@@ -191,7 +191,7 @@ class ClientStateStore:
         return self.folder / f"turn-{turn}.safetensors"
 
     def _before(self, turn: str) -> str | None:
-        """Return the client round that `turn` continued from; None without a readable state of `turn`."""
+        """Return the client round that `turn` continued from; None if there is no readable state for `turn`."""
         if not turn or not self._file(turn).exists():
             return None
         try:
@@ -211,7 +211,7 @@ class ClientStateStore:
         return State_(saved_state.tensors, scalars), after
 
     def secret(self, seed: int, site: str, deterministic: bool) -> bytes:
-        """Return this client's secret: drawn from the operating system at the first call, later read from the file."""
+        """Return this client's secret: drawn from the operating system on the first call, then read from the file."""
         from fedveil import rng
         from fedveil.records.atomic_files import checksummed_bytes, verify_checksummed, write_atomic
 

@@ -1,31 +1,31 @@
-"""A site's data sets: their names, and the mark that binds a data folder to one privacy ledger.
+"""A site's data sets: their names, and the mark that binds each data folder to one privacy ledger.
 
     <data folder>/.fedveil-data-set     {"fedveil-data-set": 2, "id": 32 hex digits,
                                          "ledger": {"tag": ..., "changes": ..., "entries": ..., "head": ...}}
 
-The id names the data set for its prepared and held-out examples. The node config's `data-set` takes its place. The
-privacy ledger uses neither: `ledger` is its witness (fedveil.privacy.ledger), written before each use of examples.
+The id names the data set for its prepared and held-out examples, unless the node config gives a name as `data-set`. The
+privacy ledger uses neither name: `ledger` is its witness (fedveil.privacy.ledger), written before each use of examples.
 
 | case | result |
 |---|---|
-| the first private run on the folder | the folder gets the file with the ledger's tag, before any example is used |
+| the first private run on the folder | the file is written with the ledger's tag before any example is used |
 | the file names the ledger of another state folder | StateError; `fedveil site ledger adopt` moves the history |
-| two state folders begin on the folder at once | the file is locked: the second reads the first one's tag |
-| two paths, or a link, to one folder; the data is one file of it | one id file, because links are resolved first |
-| a copy of the folder, with the file or without it | the state folder's ledger counts for it too |
+| two state folders begin on the folder at once | the file is locked, so the second one reads the first one's tag |
+| two paths or a link to one folder, or a single file in it | one id file, because links are resolved first |
+| a copy of the folder, with or without the file | the state folder's ledger counts for the copy too |
 | the folder is not writable, and the node config has no `data-set` | ConfigError, before any charge |
-| the folder is not writable, and the node config has `data-set` | no witness is written: that name is the site's word
-  that no other state folder uses this data, and that nobody restores an older ledger; the log says so in each round |
-| a folder in this one, one around it, or the target of a link in it has the mark of another state folder's ledger |
-  StateError: they may have the same rows |
-| links lead out of the folder, or it has too many entries to be looked through | the log says what was not looked for |
-| a file of version 1, which names no ledger | read, and written with the ledger's tag at the next private run |
-| the file is damaged | StateError: nothing is charged until the site has restored it |
-| the file's lock is held for a minute by another process | StateError: nothing is charged; the log says so after two
-  seconds |
+| the folder is not writable, and the node config has `data-set` | no witness is written: with that name, the site
+  vouches that no other state folder uses this data and no older ledger is restored; each round's log says so |
+| a subfolder, a parent folder, or the target of a link in the folder has the mark of another state folder's
+  ledger | StateError: the two may have the same rows |
+| links lead out of the folder, or it has too many entries to search | the log says what was not searched |
+| a version 1 file, which names no ledger | read, then rewritten with the ledger's tag at the next private run |
+| the file is damaged | StateError: nothing is charged until the site has restored the file |
+| another process holds the file's lock for a minute | StateError: nothing is charged; the log mentions the wait after
+  two seconds |
 
-Only its owner can read the file, so no other user can hold its lock. A file of an earlier build, which all users could
-read, is closed at the next private run.
+Only the file's owner can read it, so no other user can hold its lock. A file from an earlier build, which all users
+could read, gets restricted permissions at the next private run.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ if TYPE_CHECKING:
     from fedveil.contract.task import ExampleOrigin
 
 ID_FILE = ".fedveil-data-set"
-PREPARED = ".prepared"  # below the site's state folder: prepared examples, by data set (fedveil/data/dataset_cache.py)
+PREPARED = ".prepared"  # in the site's state folder: prepared examples, by data set (fedveil/data/dataset_cache.py)
 _VERSION = 2
 _LARGEST_BYTES = 1000
-_QUIET_SECONDS, _LOCK_SECONDS = 2.0, 60.0  # of waiting for the id file's lock: before the log says so, and in all
+_QUIET_SECONDS, _LOCK_SECONDS = 2.0, 60.0  # wait for the id file's lock: until the log mentions it, and in total
 
 log = logging.getLogger("fedveil.private")
 
 
 @dataclass(frozen=True)
 class SiteDataset:
-    """One data set of the site.
+    """One of the site's data sets.
 
     Attributes:
         id: its name.
-        data: the folder or file of its rows, as passed to the task.
+        data: the folder or file with its rows, as passed to the task.
     """
 
     id: str
@@ -78,16 +78,16 @@ class SiteDataset:
 
     @classmethod
     def from_folder(cls, data: Path, given: str = "") -> SiteDataset:
-        """Return the data set at `data`, named `given` unless that is "".
+        """Return the data set at `data`, named `given` unless `given` is "".
 
         Raises:
-            ConfigError: it has no id, and none can be written.
-            StateError: its id file cannot be read.
+            ConfigError: the data set has no id, and an id cannot be written.
+            StateError: the id file cannot be read.
         """
         return cls(given or _id_of(_folder(data)), data)
 
     def relative_origins(self, origins: Iterable[ExampleOrigin | None]) -> list[ExampleOrigin | None]:
-        """Return the origins with each file's path below the data set, so that the folder may move."""
+        """Return the origins with file paths relative to the data set, so that the folder can be moved."""
         relative: dict[str, str] = {}
         moved: list[ExampleOrigin | None] = []
         for origin in origins:
@@ -103,12 +103,12 @@ class SiteDataset:
 @final
 @dataclass(frozen=True)
 class FolderWitness(LedgerWitness):
-    """The witness of the privacy ledger in a data folder's id file.
+    """The privacy ledger's witness in a data folder's id file.
 
     Attributes:
         folder: the resolved data folder.
-        is_writable: whether the file can be written; otherwise it is only read.
-        is_tree: whether the data is the folder, and not one file in it.
+        is_writable: whether the file can be written; otherwise, it is only read.
+        is_tree: whether the data is the whole folder rather than one file in it.
     """
 
     folder: Path
@@ -117,7 +117,7 @@ class FolderWitness(LedgerWitness):
 
     @classmethod
     def open(cls, data: Path, given: str) -> FolderWitness:
-        """Return the witness for a private run on `data`. Raises ConfigError if a folder without name holds none."""
+        """Return the witness for a private run on `data`. Raises ConfigError if it is neither writable nor named."""
         witness = cls(_folder(data), os.access(_folder(data), os.W_OK), data.is_dir())
         if not witness.is_writable and not given:
             raise _no_place(witness.folder, "a folder that cannot be written")
@@ -125,7 +125,7 @@ class FolderWitness(LedgerWitness):
 
     @classmethod
     def find(cls, data: Path) -> FolderWitness | None:
-        """Return the witness that a run without a claim must respect; None if the folder has none."""
+        """Return the witness that a run without a claim must respect; None if the folder has no witness."""
         folder = _folder(data)
         if (folder / ID_FILE).exists():
             return cls(folder, os.access(folder, os.W_OK), data.is_dir())
@@ -138,19 +138,19 @@ class FolderWitness(LedgerWitness):
         if not self.is_writable:
             yield
             return
-        _id_of(self.folder)  # before the others are looked for: of two state folders that begin at once, one is found
+        _id_of(self.folder)  # before the search for others, so that state folders starting at once find each other
         with contextlib.ExitStack() as stack:
-            for path in sorted((self.folder / ID_FILE, *self._others)):  # so that no two wait for each other
-                stack.callback(os.close, self._locked_file(path))  # which releases it
+            for path in sorted((self.folder / ID_FILE, *self._others)):  # sorted, to prevent deadlocks
+                stack.callback(os.close, self._locked_file(path))  # releases the lock
             yield
 
     def _locked_file(self, path: Path) -> int:
-        """Return a locked descriptor of an id file; this folder's own is created if it is gone. Raises StateError."""
+        """Return a locked descriptor for an id file; this folder's own is created if missing. Raises StateError."""
         while True:
             if path.parent == self.folder:
                 _id_of(self.folder)
             try:
-                flags = os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in its place must not hold the site
+                flags = os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in place of the file must not block the site
                 lock = os.open(path, flags | (os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY))
             except FileNotFoundError as error:
                 if path.parent == self.folder:
@@ -164,7 +164,7 @@ class FolderWitness(LedgerWitness):
                 if os.path.samestat(os.fstat(lock), path.stat()):  # else another process has replaced it meanwhile
                     return lock
             except FileNotFoundError:
-                pass  # removed meanwhile: the next pass creates it
+                pass  # removed meanwhile; the next pass creates the file
             except OSError as error:
                 os.close(lock)
                 raise _no_lock(path, error) from error
@@ -180,12 +180,12 @@ class FolderWitness(LedgerWitness):
 
     @property
     def _scan(self) -> FolderScan:
-        """Return what the folder's tree has, anew each time: a link or a mark may have come since."""
+        """Scan the folder's tree again on each call, because a link or a mark may have been added since."""
         return scan_folder(self.folder, ID_FILE) if self.is_tree else FolderScan()
 
     @property
     def limits(self) -> list[str]:
-        """Return what the witness cannot find, as sentences."""
+        """Return the things that the witness cannot detect, as sentences."""
         scan, sentences = self._scan, list[str]()
         if self.is_absent:
             sentences.append(
@@ -205,7 +205,7 @@ class FolderWitness(LedgerWitness):
 
     @property
     def is_absent(self) -> bool:
-        """Return whether there is no mark and none can be written, so that another state folder cannot be found."""
+        """Return whether there is no mark and a mark cannot be written, so another state folder cannot be detected."""
         return not self.is_writable and self.read() is None
 
     @property
@@ -236,9 +236,9 @@ class FolderWitness(LedgerWitness):
 
 
 def shelf_of(state_dir: Path, data: Path, given: str = "") -> Path:
-    """Return the folder of the prepared examples of the data at `data`.
+    """Return the folder with the prepared examples for the data at `data`.
 
-    It is named by the data set's id, or by the path until the data set has an id.
+    The folder is named after the data set's id or, until there is an id, after the path.
     """
     folder = _folder(data)
     try:
@@ -249,7 +249,7 @@ def shelf_of(state_dir: Path, data: Path, given: str = "") -> Path:
 
 
 def remove_shelves(state_dir: Path) -> None:
-    """Remove the prepared examples of all data sets. Raises StateError if they cannot be removed."""
+    """Remove the prepared examples for all data sets. Raises StateError if they cannot be removed."""
     folder = state_dir.expanduser() / PREPARED
     try:
         if folder.exists():
@@ -274,7 +274,7 @@ def _id_of(folder: Path) -> str:
 
 
 def _mark_in(path: Path) -> WitnessMark | None:
-    """Return the mark in an id file; None if it has none. Raises StateError."""
+    """Return the mark in an id file; None if the file has no mark. Raises StateError."""
     ledger = _read_whole(path).get("ledger")
     return None if ledger is None else WitnessMark(**ledger)
 
@@ -301,7 +301,7 @@ def _close_to_others(descriptor: int) -> None:
 
 
 def _wait_for_lock(descriptor: int, path: Path) -> None:
-    """Lock the open id file. Raises StateError if another process holds it for too long, OSError if it has no locks."""
+    """Lock the open id file. Raises StateError if another process holds it too long, OSError if it does not lock."""
     if lock_within(descriptor, _QUIET_SECONDS):
         return
     log.warning("privacy ledger: waiting for the lock of %s, which another process holds", path)
@@ -350,7 +350,7 @@ def _parse(path: Path) -> dict[str, Any]:
         raise ValueError("another version or id")
     if (mark := content.get("ledger")) is not None:
         sound = re.fullmatch(r"[0-9a-f]{32} [0-9a-f]{16}", f"{mark['tag']} {mark['head']}")
-        if type(mark["entries"]) is int:  # earlier builds stored their number, which does not say which they were
+        if type(mark["entries"]) is int:  # earlier builds stored only the number, which does not identify the entries
             content["ledger"] = mark = {**mark, "entries": ""}
         is_hash = isinstance(mark["entries"], str) and re.fullmatch(r"[0-9a-f]{16}|", mark["entries"])
         if not sound or not is_hash or type(mark["changes"]) is not int or len(mark) != 4:
@@ -361,7 +361,7 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, content: Mapping[str, Any], is_new: bool) -> None:
-    """Write the file atomically; if it is to be new, another process's file stays. Raises OSError."""
+    """Write the file atomically; if `is_new`, an existing file from another process stays. Raises OSError."""
     partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -1,15 +1,15 @@
-"""Bind each Flower run to one run of this site, so that a server cannot use one run as many.
+"""Bind each Flower run to one run at this site, so that a server cannot use one Flower run as several runs.
 
     <state-dir>/.flower-runs/<Flower run>    {"checksum": ..., "run": the run's name in the first instruction}
 
 Every message contains the run's name, and the site counts served rounds and reported scores by that name.
-A resumed run has another Flower run and the same name, so several Flower runs may be bound to one name.
+A resumed run has a new Flower run and the same name, so several Flower runs may be bound to one name.
 
-| an instruction of a Flower run names ... | result |
+| an instruction in a Flower run names ... | result |
 |---|---|
 | a run, in the first instruction | bound |
 | the same run | passes |
-| another run | PolicyError |
+| a different run | PolicyError |
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_BYTES = 1024
 
 
 def check_flower_run(state_dir: Path, flower_run: int, run: str) -> None:
-    """Raise PolicyError if the Flower run is bound to another run, StateError if its file is unreadable."""
+    """Raise PolicyError if the Flower run is bound to a different run, StateError if its file is unreadable."""
     file = _file_of(state_dir, flower_run)
     try:
         with file.open("rb") as data:
@@ -43,7 +43,7 @@ def check_flower_run(state_dir: Path, flower_run: int, run: str) -> None:
 
 
 def bind_flower_run(state_dir: Path, flower_run: int, run: str) -> None:
-    """Bind a Flower run to a run's name. Raises like `check_flower_run`, or StateError if the file is not writable."""
+    """Bind a Flower run to a run name. Raises like `check_flower_run`, or StateError if the file is not writable."""
     check_flower_run(state_dir, flower_run, run)
     file = _file_of(state_dir, flower_run)
     if file.exists():

@@ -1,25 +1,25 @@
-"""Fix which rows of a data set this site holds out, and count the scores that it has reported for them.
+"""Fix the rows of a data set that this site holds out, and count the scores that it has reported for these rows.
 
     <state-dir>/.held-out/<site>.json    {"checksum": ..., "sets": {DATA SET: {"key": 64 hex, "part": 0.1,
                                           "files": {FILE: rows}, "rows": digest, "scores": {FLOWER RUN: 3}}}}
 
-The first run that requests scores of a data set fixes the part, the key of the draw and the rows. A server that could
-choose others later would get the mean losses of two sets that differ by one row, and so that row's loss.
+The first run that requests scores for a data set fixes the part, the key for the draw and the rows. If a server could
+change these later, it could get the mean losses of two sets that differ by one row, and so that row's loss.
 
 | a later run or client round asks for ... | trained on | scores |
 |---|---|---|
-| the same part, and the same rows are drawn | the rows that are not held out | up to `max-scores` in a Flower run |
-| another part of the data set | the same rows | none: OTHER_PART |
-| the same part, but rows were removed, or different rows are read | the rows that are not held out | none: CHANGED |
-| the same part, with rows appended to a file or in a new file | those too | as before |
-| no part at all | all rows | none |
+| the same part, and the same rows are drawn | the rows not held out | up to `max-scores` in a Flower run |
+| a different part of the data set | the rows not held out | none: OTHER_PART |
+| the same part, but rows were removed or different rows are read | the rows not held out | none: CHANGED |
+| the same part, with rows appended to a file or in a new file | the new rows too | as before |
+| no part | all rows | none |
 
-Where the site names a `unit-column`, whole units are held out, by the draw of each unit's first row, so that no
-person has rows on both sides. Rows that are appended to a held-out unit are neither trained on nor scored. There must
-be as many held-out units as otherwise rows.
+If the site names a `unit-column`, whole units are held out, by the draw for each unit's first row, so that no
+person has rows on both sides. Rows appended to a held-out unit are neither trained on nor scored. The minimum number
+of held-out rows then applies to units.
 
-To use another part, or after a change in the data, a person at the site must remove the file. It is not encrypted,
-because it reveals nothing without the data.
+To use a different part, or after a change in the data, a person at the site must remove the file. The file is not
+encrypted, because it reveals nothing without the data.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ if TYPE_CHECKING:
     from fedveil.contract.task import ExampleOrigin
 
 FOLDER = ".held-out"
-_MOST_RUNS = 10_000  # Flower runs with scores of one data set; further ones get none
+_MOST_RUNS = 10_000  # Flower runs with scores for one data set; further runs get no scores
 
 
 @dataclass(frozen=True)
 class HeldOutChoice:
-    """The held-out rows of one data set.
+    """The held-out rows in one data set.
 
     Attributes:
-        key: 32 bytes, from which each row's side is drawn.
+        key: 32 bytes that determine which rows are held out.
         part: the held-out fraction, from 0 to 1.
-        files: number of eligible rows in each file; later rows are trained on.
-        rows: digest of the held-out rows; "" until it is known.
-        scores: number of reported scores, by Flower run.
+        files: the number of eligible rows in each file; later rows are trained on.
+        rows: the digest of the held-out rows; "" until known.
+        scores: the number of reported scores, by Flower run.
     """
 
     key: bytes
@@ -63,7 +63,7 @@ class HeldOutChoice:
     scores: Mapping[str, int] = field(default_factory=dict)
 
     def is_drawn(self, origin: ExampleOrigin | None, index: int) -> bool:
-        """Return whether a row is held out. A row without a file is numbered by `index`, its position in the data."""
+        """Return whether a row is held out. A row without a file is identified by `index`, its position in the data."""
         file, row = (origin.file, origin.row) if origin else ("", index)
         if not self.is_eligible(origin, index):
             return False
@@ -71,19 +71,19 @@ class HeldOutChoice:
         return int.from_bytes(drawn, "little") < round(self.part * 2**64)
 
     def is_eligible(self, origin: ExampleOrigin | None, index: int) -> bool:
-        """Return whether the first run with scores read a row of this number."""
+        """Return whether the first run with scores read a row with this number."""
         file, row = (origin.file, origin.row) if origin else ("", index)
         return row <= self.files.get(file, -1)
 
 
 @dataclass(frozen=True)
 class HeldOutRows:
-    """The held-out rows of one client round, with the permission to score them.
+    """The held-out rows for one client round, and whether they may be scored.
 
     Attributes:
-        indices: places of the held-out rows; empty if there are none.
-        unscored: those of them that were appended to a held-out unit later.
-        refusal: reason for no score, a key of `held_out_report.REFUSALS`; 0: a score is permitted.
+        indices: the positions of the held-out rows; empty if no rows are held out.
+        unscored: the positions of held-out rows that were later appended to a held-out unit.
+        refusal: why a score is refused, as a key of `held_out_report.REFUSALS`; 0 if a score is allowed.
     """
 
     indices: frozenset[int] = frozenset()
@@ -93,7 +93,7 @@ class HeldOutRows:
 
 @dataclass(frozen=True)
 class HeldOutRecord:
-    """The choices of one site, by data set.
+    """One site's choices of held-out rows, by data set.
 
     Attributes:
         file: the record's file.
@@ -103,7 +103,7 @@ class HeldOutRecord:
 
     @classmethod
     def open(cls, state_dir: Path, site: str) -> HeldOutRecord:
-        """Open the record of a site. Raises ConfigError for a name that is not a plain file name."""
+        """Open a site's record. Raises ConfigError for a name that is not a plain file name."""
         return cls(state_dir.expanduser() / FOLDER / f"{safe_file_name('site', site)}.json")
 
     def select_rows(
@@ -114,14 +114,14 @@ class HeldOutRecord:
         origins: Sequence[ExampleOrigin | None],
         units: Sequence[Sequence[int]] | None = None,
     ) -> HeldOutRows:
-        """Return the held-out rows, as fixed by the first run with scores of this data set.
+        """Return the held-out rows, as fixed by the first run with scores for this data set.
 
         Args:
             data_set: the data set's id.
             part: the fraction that this run requests, above 0.
             key: 32 bytes, used if this is the first run.
             origins: one entry per row, in order.
-            units: places of each unit's rows, in order; None if each row is drawn by itself.
+            units: the positions of each unit's rows, in order; None if each row is drawn separately.
 
         Raises:
             StateError: the record is not readable or writable.
@@ -130,7 +130,7 @@ class HeldOutRecord:
             choices = self._read()
             choice = choices.get(data_set) or HeldOutChoice(key, part, _count_rows(origins))
             grouped = units if units is not None else [(i,) for i in range(len(origins))]
-            # By its first row that could be drawn: rows of a unit that come later, in whatever file, do not move it.
+            # A unit is drawn by its first eligible row, so rows added to the unit later, in any file, do not move it.
             firsts = [next((i for i in unit if choice.is_eligible(origins[i], i)), unit[0]) for unit in grouped]
             drawn = [unit for unit, i in zip(grouped, firsts, strict=True) if choice.is_drawn(origins[i], i)]
             indices = frozenset(i for unit in drawn for i in unit)
@@ -147,7 +147,7 @@ class HeldOutRecord:
             return HeldOutRows(indices, unscored=unscored)
 
     def count_score(self, data_set: str, run: str, most: int) -> bool:
-        """Count one score before it is computed; False if this Flower run already has `most`. Raises StateError."""
+        """Count one score before computing it; return False if the Flower run already has `most`. Raises StateError."""
         with self._locked():
             choices = self._read()
             choice = choices[data_set]
@@ -191,7 +191,7 @@ class HeldOutRecord:
 
 
 def _parse_choice(entry: Mapping[str, Any]) -> HeldOutChoice:
-    """Parse a choice from its entry. Raises ValueError, KeyError or TypeError for another form."""
+    """Parse a choice from its entry. Raises ValueError, KeyError or TypeError for any other format."""
     key = bytes.fromhex(entry["key"])
     if len(key) != 32:
         raise ValueError("key")
@@ -201,7 +201,7 @@ def _parse_choice(entry: Mapping[str, Any]) -> HeldOutChoice:
 
 
 def _count_rows(origins: Sequence[ExampleOrigin | None]) -> dict[str, int]:
-    """Return the largest row number of each file; rows without a file count under the name ""."""
+    """Return the largest row number in each file; rows without a file count under the name ""."""
     counts: dict[str, int] = {}
     for index, origin in enumerate(origins):
         file, row = (origin.file, origin.row) if origin else ("", index)
@@ -210,6 +210,6 @@ def _count_rows(origins: Sequence[ExampleOrigin | None]) -> dict[str, int]:
 
 
 def _digest_rows(origins: Sequence[ExampleOrigin | None], indices: frozenset[int]) -> str:
-    """Return the SHA-256 of the rows' names, in any order."""
+    """Return the SHA-256 of the row names, independent of their order."""
     names = sorted(f"{origin.row} {origin.file}" if (origin := origins[i]) else f"{i} " for i in indices)
     return hashlib.sha256("\n".join(names).encode()).hexdigest()

@@ -1,13 +1,14 @@
-"""Find other data folders that may have the same rows as one: folders in it, around it, and where its links lead.
+"""Find other data folders that may have the same rows as a given one: subfolders, parent folders and link targets.
 
-Each data folder with a private run has an id file (data_sets.py). Only these files are looked for, no row is read.
+Each data folder with a private run has an id file (data_sets.py). The search looks only for these files; it reads no
+rows.
 
-| layout | what is found |
+| layout | found |
 |---|---|
 | DATA/sub or DATA's parent has an id file | that file |
-| DATA/train.jsonl is a link to another folder | the id files of that folder and of those around it |
-| another path mounts DATA itself | nothing to find: the id file is in it |
-| another path mounts a part of DATA; a file has a second name elsewhere (hard link); a copy | nothing |
+| DATA/train.jsonl is a link to another folder | the id files of that folder and its parent folders |
+| DATA itself is also mounted at another path | nothing to find: the id file is in DATA |
+| part of DATA is mounted at another path; a file has a hard link elsewhere; a copy | nothing |
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from pathlib import Path
 
 __all__ = ["MAX_ENTRIES", "FolderScan", "find_id_files", "scan_folder"]
 
-MAX_ENTRIES = 200_000  # of a data folder that are looked at
+MAX_ENTRIES = 200_000  # entries of a data folder that are examined
 
 
 @dataclass(frozen=True)
 class FolderScan:
-    """Other folders' marks in a data folder's tree, and its links, as far as it was looked through.
+    """Other folders' marks and the links in a data folder's tree, as far as the tree was searched.
 
     Attributes:
-        id_files: id files of folders in it, without its own.
-        links: links to places outside it.
-        is_whole: whether it has at most MAX_ENTRIES entries, so that all were looked at.
+        id_files: the id files of subfolders, without the folder's own id file.
+        links: the links to places outside the folder.
+        is_whole: whether the folder has at most MAX_ENTRIES entries, so that all were examined.
     """
 
     id_files: tuple[Path, ...] = ()
@@ -39,7 +40,7 @@ class FolderScan:
 
 
 def scan_folder(folder: Path, id_file: str) -> FolderScan:
-    """Look through a resolved data folder, without following links."""
+    """Search a resolved data folder without following links."""
     entries = list(itertools.islice(_walk(folder), MAX_ENTRIES + 1))
     own = os.path.join(folder, id_file)
     ids = [Path(entry.path) for entry in entries if entry.name == id_file and entry.path != own]
@@ -49,7 +50,7 @@ def scan_folder(folder: Path, id_file: str) -> FolderScan:
 
 
 def find_id_files(folder: Path, scan: FolderScan, id_file: str) -> tuple[Path, ...]:
-    """Return the id files of the other folders that may have the same rows as a resolved folder, outermost first."""
+    """Return the id files of other folders that may have the same rows as a resolved folder, outermost first."""
     targets = [Path(os.path.realpath(link)) for link in scan.links]
     inner = [target if target.is_dir() else target.parent for target in targets]
     around = [parent for one in inner for parent in (one, *one.parents)] + [*folder.parents]
@@ -58,7 +59,7 @@ def find_id_files(folder: Path, scan: FolderScan, id_file: str) -> tuple[Path, .
 
 
 def _walk(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """Yield the entries below a folder, level by level; a folder that cannot be listed has none."""
+    """Yield the entries below a folder, level by level; a folder that cannot be listed counts as empty."""
     waiting = [os.fspath(folder)]
     while waiting:
         try:
@@ -67,5 +68,5 @@ def _walk(folder: Path) -> Iterator[os.DirEntry[str]]:
                     yield entry
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append(entry.path)
-        except OSError:  # no row of it can be read either
+        except OSError:  # no row in it can be read either
             continue

@@ -1,4 +1,4 @@
-"""Record which rounds of a run this site served last, how often and with what, and refuse other repeats.
+"""Record the last rounds of a run that this site served, how often and with which message; refuse other repeats.
 
     <state-dir>/<run>/<site>/served.json    {"checksum": ..., "rounds": [[round, times, served message], ...],
                                              "of": 5, "purged": false, "scores": 3, "held-out": 0.1}: the last
@@ -12,18 +12,18 @@ The site relies on this file, not on the server's claims.
 | a later round | served |
 | one of the last two rounds again: the quorum was missed, or the server returned to a checkpoint | served
   again up to `max-retries` times, with the same message |
-| such a round with another message, or from another round's state | PolicyError: it would be a second query |
+| such a round with a different message, or from a different round's state | PolicyError: it would be a second query |
 | a round after one that the server returned to | served with any message, because the new sums may differ |
 | an older round | PolicyError |
 | a round below 0, or at or beyond run.rounds | PolicyError |
-| any round, and the file is damaged, or missing beside the private state of a served round | StateError |
-| any round that holds out a different fraction of rows than the first one | PolicyError
-| any round, after the site has purged its state of the run | PolicyError; the file stays, with {"purged": true} |
+| any round, if the file is damaged, or missing although there is private state from a served round | StateError |
+| any round that holds out a different fraction of rows than the first one | PolicyError |
+| any round, after the site has purged its state for the run | PolicyError; the file stays, with {"purged": true} |
 
-A failed client round counts too, because a server can make one fail. A round that ended before it processed the
-message (no examples, no base model) does not count: it used no examples, and a site that has repaired
-its data must be served. Round 0 can begin in only one way, because no round comes before it. So data that a
-method sends only in its first participation leaves a site once, however often a server asks for it.
+A failed client round also counts, because a server can make a client round fail. A round that ended before it
+processed the message (no examples, no base model) does not count: it used no examples, and a site that has repaired
+its data must be able to serve the round. Round 0 can begin in only one way, because no round precedes it. So data that
+a method sends only in its first participation leaves a site only once, no matter how often a server asks for it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fedveil.client_app.state.client_state import RECEIVED, state_folder_of
 from fedveil.errors import PolicyError, StateError
 from fedveil.records.atomic_files import read_checksummed, write_atomic, write_checksummed
 
-_ROUNDS = 2  # rounds: one to repeat, and one for a server that lost its last checkpoint
+_ROUNDS = 2  # rounds to record: one to repeat, and one for a server that lost its last checkpoint
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class _Round:
 
 @dataclass(frozen=True)
 class _Kept:
-    """The last served rounds in order, and the total number from the instruction (0: unknown)."""
+    """The last served rounds in order, and the total number of rounds from the instruction (0: unknown)."""
 
     rounds: tuple[_Round, ...] = ()
     of: int = 0
@@ -67,21 +67,21 @@ class ReplayGuard:
     """The served rounds of one run at one site.
 
     Attributes:
-        folder: folder of the run's private state.
+        folder: the folder with the run's private state.
     """
 
     folder: Path
 
     @classmethod
     def open(cls, state_dir: Path, run: str, site: str) -> ReplayGuard:
-        """Open the guard of a run and a site. Raises ConfigError for a name that is not a plain file name."""
+        """Open the guard for a run and a site. Raises ConfigError for a name that is not a plain file name."""
         return cls(state_folder_of(state_dir, run, site))
 
     def check(self, round_: int, rounds: int, most: int, held_out: float = 0.0) -> int:
-        """Return how often the round was served, if the site may serve it again.
+        """Return how often the round was served if the site may serve it again.
 
-        It must be below `rounds`, served fewer than `most` times, and hold out the same fraction of rows as the run's
-        first round.
+        The round must be below `rounds`, have been served fewer than `most` times, and hold out the same fraction of
+        rows as the run's first round.
 
         Raises:
             PolicyError: the site may not serve the round again.
@@ -115,7 +115,7 @@ class ReplayGuard:
         return times
 
     def count(self, round_: int, rounds: int, most: int, held_out: float = 0.0) -> None:
-        """Count one serving before it begins. Raises as `check` does, and StateError if it cannot write."""
+        """Count one serving before it begins. Raises like `check`, and StateError if the file cannot be written."""
         with self._locked():
             self.check(round_, rounds, most, held_out)
             state = self._read()
@@ -138,7 +138,7 @@ class ReplayGuard:
         """Record the message digest and the starting client round with which a counted round was served.
 
         Raises:
-            PolicyError: the round was served with another message.
+            PolicyError: the round was served with a different message.
             StateError: the file is not readable or writable.
         """
         with self._locked():
@@ -154,7 +154,7 @@ class ReplayGuard:
             self._require_written(replace(state, rounds=tuple(served[-_ROUNDS:])))
 
     def count_score(self, most: int) -> bool:
-        """Count one held-out score before it is computed; False if `most` were reported. Raises StateError."""
+        """Count one held-out score before computing it; return False if `most` were reported. Raises StateError."""
         with self._locked():
             state = self._read()
             if state.scores >= most:
@@ -185,7 +185,7 @@ class ReplayGuard:
         return self._read().purged
 
     def forget(self) -> None:
-        """Refuse this run from now on: its private state is about to be removed. Raises OSError, StateError."""
+        """Refuse this run from now on: its private state is about to be removed. Raises OSError or StateError."""
         with self._locked():
             self._write(replace(self._read(), purged=True))
 
@@ -209,7 +209,7 @@ class ReplayGuard:
 
     def _read(self) -> _Kept:
         if not self._file.exists():
-            # Both are written at the end of a client round, this file before it.
+            # Both of these are written at the end of a client round; served.json is written before the round.
             if (self.folder / RECEIVED).exists() or any(self.folder.glob("turn-*.safetensors")):
                 raise StateError(
                     f"{self._file}: expected the last rounds that were served, found none beside the run's private "

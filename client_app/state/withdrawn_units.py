@@ -3,20 +3,20 @@
     <state-dir>/.withdrawn/units.json   {"checksum": ..., "fedveil-withdrawn": 1, "key": 64 hex digits,
                                          "units": [[column, name, time of the withdrawal], ...]}
 
-    name = BLAKE2b-128(key, JSON of ["", the id in the form that all its writings share])
+    name = BLAKE2b-128(key, JSON of ["", the id in the form that all its spellings share])
 
-The key is drawn at the first withdrawal and never leaves the file, which the site's key file encrypts like the ledger.
-The file contains no id. Entries are only appended.
+The key is drawn at the first withdrawal and never leaves the file. If the site has a key file, the file is encrypted
+with it, like the ledger. The file contains no ids. Entries are only appended.
 
 | case | result |
 |---|---|
-| rows with a withdrawn id, also rows that were added later | no run trains on them |
-| the node config names `unit-column` | every withdrawn id is looked for in that column |
-| it does not | each id is looked for in the column that was named at its withdrawal |
-| the data has no such column, or a row in it has no id | TaskError: the site trains on nothing, because it cannot know
+| rows with a withdrawn id, including rows added later | no run trains on them |
+| the node config names `unit-column` | every withdrawn id is looked up in that column |
+| the node config does not name `unit-column` | each id is looked up in the column named at its withdrawal |
+| the data has no such column, or a row has no id in it | TaskError: the site trains on nothing, because it cannot know
   which rows to leave out |
-| the file is damaged, or another version's | StateError: the site trains on nothing |
-| the file is lost, as after the restore of an older state folder | the rows come back: withdraw them again |
+| the file is damaged or from a different version | StateError: the site trains on nothing |
+| the file is lost, such as after restoring an older state folder | the rows come back; withdraw them again |
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class WithdrawnUnit:
     """One withdrawn unit.
 
     Attributes:
-        column: the column of its id.
-        name: keyed hash of the id.
-        since: time of the withdrawal.
+        column: the column with the unit's id.
+        name: the keyed hash of the id.
+        since: the time of the withdrawal.
     """
 
     column: str
@@ -60,28 +60,28 @@ class WithdrawnUnit:
 
 @dataclass(frozen=True)
 class WithdrawnUnits:
-    """The withdrawn units of a state folder.
+    """The withdrawn units in a state folder.
 
     Attributes:
-        key: the key of the names; empty if there are none.
-        units: the units, in the order of their withdrawal.
+        key: the key for the names; empty if there are no units.
+        units: the units, in order of withdrawal.
     """
 
     key: bytes = b""
     units: tuple[WithdrawnUnit, ...] = ()
 
     def columns(self, own: str) -> list[str]:
-        """Return the columns to look in. `own`: the node config's `unit-column`; "" for none."""
+        """Return the columns to look in. `own` is the node config's `unit-column`, or "" if not given."""
         if not self.units:
             return []
         return [own] if own else sorted({unit.column for unit in self.units})
 
     def covers(self, column: str, plain_id: str) -> bool:
-        """Return whether a unit is withdrawn. `column`: as in `find`."""
+        """Return whether a unit is withdrawn; see `find` for `column`."""
         return self.find(plain_id, column) is not None
 
     def find(self, plain_id: str, column: str = "") -> WithdrawnUnit | None:
-        """Return the withdrawn unit with this id, in this column unless that is ""; None if there is none."""
+        """Return the withdrawn unit with this id, in this column unless it is ""; None if there is no such unit."""
         name = self.name_of(plain_id) if self.units else ""
         found = (unit for unit in self.units if unit.name == name and column in ("", unit.column))
         return next(found, None)
@@ -94,10 +94,10 @@ class WithdrawnUnits:
 
 @dataclass(frozen=True)
 class WithdrawalRecord:
-    """The file of a state folder's withdrawn units.
+    """The file with a state folder's withdrawn units.
 
     Attributes:
-        folder: its folder.
+        folder: the folder that contains the file.
         seal: the site's encryption.
     """
 
@@ -106,17 +106,17 @@ class WithdrawalRecord:
 
     @classmethod
     def open(cls, state_dir: Path, seal: FileSeal = FileSeal()) -> WithdrawalRecord:
-        """Return the record of a state folder, which may not exist yet."""
+        """Return the record for a state folder, even if the record's file does not exist yet."""
         return cls(state_dir.expanduser() / FOLDER, seal)
 
     @property
     def roles(self) -> dict[Path, str]:
-        """Return the file with its encryption role; empty if it does not exist."""
+        """Return the file with its encryption role; empty if the file does not exist."""
         return {self._file: _ROLE} if self._file.exists() else {}
 
     @contextlib.contextmanager
     def held(self) -> Iterator[dict[Path, str]]:
-        """Lock the record; yield the file with its role."""
+        """Lock the record and yield the file with its role."""
         with self._locked():
             yield self.roles
 
@@ -140,7 +140,7 @@ class WithdrawalRecord:
         return WithdrawnUnits(key, units)
 
     def add(self, plain_id: str, column: str) -> bool:
-        """Withdraw a unit; return False if it was withdrawn before. Raises StateError."""
+        """Withdraw a unit; return False if it was already withdrawn. Raises StateError."""
         with self._locked():
             known = self.read()
             if known.find(plain_id, column):

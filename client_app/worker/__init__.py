@@ -1,1 +1,1 @@
-"""A site's worker: a process that keeps model and examples in memory between rounds."""
+"""A site's worker: a process that keeps the model and examples in memory between rounds."""

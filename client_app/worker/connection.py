@@ -1,11 +1,11 @@
 """The client process's connection to one worker: send a round's message and receive the upload.
 
-It has one worker, which the registry has found or started (registry.py), and uses only the worker's socket.
+The registry (registry.py) finds or starts the worker; the connection uses only the worker's socket.
 
 | a worker ... | raises |
 |---|---|
 | reports that the round failed | ClientRoundError with the type of the worker's error |
-| has no upload within the instruction's time (stopped, hung, too slow) | RoundOverdueError |
+| returns no upload within the instruction's time (stopped, hung, too slow) | RoundOverdueError |
 | ends, or breaks the connection | ConnectionLostError |
 """
 
@@ -52,12 +52,12 @@ class RoundOverdueError(ClientRoundError):
 
 
 class ConnectionLostError(FedVeilError):
-    """The connection to a worker broke. The text names the moment."""
+    """The connection to a worker broke. The text says when."""
 
 
 @dataclass(frozen=True)
 class WorkerRecord:
-    """A worker: its id, process id, owner, digest of its app, key of its run ("" = a spare), start (epoch seconds)."""
+    """A worker: its id, process id, owner, app digest, run key ("" = a spare), and start time (epoch seconds)."""
 
     id: str
     pid: int
@@ -74,7 +74,7 @@ class Connection:
     Attributes:
         worker: the connected worker.
         socket: the socket on which the worker listens.
-        log: the file with the tracebacks of its errors.
+        log: the file with its errors' tracebacks.
     """
 
     worker: WorkerRecord
@@ -91,10 +91,10 @@ class Connection:
             yield channel
 
     def run_round(self, spool: IO[bytes], assignment: ClientAssignment, end: float) -> list[bytes]:
-        """Run a round in the worker, until the time `end` of time.monotonic. Return the upload in slices.
+        """Run a round in the worker, at most until `end` (time.monotonic). Return the upload in slices.
 
         Raises:
-            ClientRoundError: the round failed; RoundOverdueError: it was not finished in time.
+            ClientRoundError: the round failed; RoundOverdueError: it did not finish in time.
             ConnectionLostError: the worker is gone, or breaks the connection.
         """
         started, owner = time.monotonic(), (("owner", str(self.worker.owner)),)
@@ -116,7 +116,7 @@ class Connection:
         return upload
 
     def stop(self, owner: OwnerProcess) -> None:
-        """Ask the worker to end, and wait until it does.
+        """Ask the worker to end, and wait until it has ended.
 
         Raises:
             ConfigError: another SuperNode still needs it.
@@ -135,14 +135,14 @@ class Connection:
             if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
                 raise WorkerError(
                     f"worker-memory-mb: expected the worker of another run (process {pid}) to be idle, found it in "
-                    "a client round; wait for that run, or remove the bound"
+                    "a client round; wait for that run, or remove the limit"
                 ) from None
             log.info("worker %s was asked to stop: %s", pid, error.code().name)
         if not self.wait_until_gone(_STOP_SECONDS):
             raise WorkerError(f"worker {pid}: expected it to end within {_STOP_SECONDS:g} s; kill it")
 
     def wait_until_gone(self, seconds: float) -> bool:
-        """Return whether the worker stops listening within that time."""
+        """Return whether the worker stops listening within `seconds`."""
         deadline = time.monotonic() + seconds
         while is_listening(self.socket):
             if time.monotonic() > deadline:
@@ -152,10 +152,10 @@ class Connection:
 
 
 def deadline_reason(seconds: float) -> str:
-    """Return the reason why a client round was ended."""
+    """Return the reason for ending a client round at its deadline."""
     return (
         f"client round: expected an upload within {seconds:g} s, found none; the round was ended because the server "
-        "waits no longer: raise cohort.deadline-seconds, or train less"
+        "has stopped waiting: raise cohort.deadline-seconds, or train less"
     )
 
 

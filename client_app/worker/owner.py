@@ -14,9 +14,9 @@ _CLOCK_SECONDS = 2.0
 
 
 def process_start_time(pid: int) -> float:
-    """Return when a process began, in seconds. Raises psutil.NoSuchProcess.
+    """Return a process's start time in seconds. Raises psutil.NoSuchProcess.
 
-    On Linux the time is since boot, so clock changes do not affect it; elsewhere it is the system clock's.
+    On Linux it counts from boot, so clock changes do not affect it; elsewhere it is the system clock's time.
     """
     process = psutil.Process(pid)
     try:
@@ -35,7 +35,7 @@ class OwnerProcess:
 
     @classmethod
     def from_pid(cls, pid: int) -> OwnerProcess:
-        """Return the process that has this id now. Raises psutil.NoSuchProcess."""
+        """Return the process that currently has this id. Raises psutil.NoSuchProcess."""
         return cls(pid, process_start_time(pid))
 
     @classmethod
@@ -67,9 +67,9 @@ class OwnerProcess:
 
 
 def owner_of_this_process() -> OwnerProcess | None:
-    """Return the SuperNode that started this client process, or the SuperExec if that runs separately.
+    """Return the SuperNode that started this client process, or the SuperExec if it runs separately.
 
-    None outside a deployment's client process, as in the simulation engine or in a test.
+    None if this is not a deployment's client process, as in the simulation engine or in a test.
     """
     if Path(sys.argv[0]).name != "flwr-clientapp":
         return None

@@ -1,22 +1,23 @@
 """The workers of a site, as files in its state folder. `WorkerRegistry.find_or_start` assigns a worker to a run.
 
     <state-dir>/workers/<site>/<id>.sock     the worker's gRPC socket, mode 0600, in folders of mode 0700
-                               <id>.json     its card: its owner and its run
+                               <id>.json     its record: its owner and its run
                                <id>.noted    its memory use, recorded while it runs, to explain its end
-                               lock          held by a process that searches for a worker or starts one
+                               lock          held by a process that is finding or starting a worker
                                worker.log    the log of all workers
                                turns.jsonl   one line per client round, with the reason if it failed
 
-A worker belongs to one SuperNode process, its owner, and ends with it. It refuses messages of another SuperNode. A
-worker without a run (`key` is empty) is a spare: it was started before the first message, or it has finished the last
-round of its run and freed model and examples, but not the libraries. The next run of the same app version uses it.
+A worker belongs to one SuperNode process, its owner, and ends when the owner ends. It refuses messages from other
+SuperNodes. A worker without a run (`key` is empty) is a spare: it was started before the first message, or it has
+finished its run's last round and freed the model and examples, but not the libraries. The next run of the same app
+version uses it.
 
 | state | result |
 |---|---|
-| a card whose socket has no listening process (killed, machine restarted) | removed |
-| a worker whose SuperNode is gone | asked to end; it would also end by itself within a second |
-| a worker of another running SuperNode | ConfigError: two SuperNodes under one state-dir and site |
-| an idle worker of another run, under a memory bound | asked to end first |
+| a record whose socket has no listening process (killed, machine restarted) | removed |
+| a worker whose SuperNode is gone | asked to end; it would also end on its own within a second |
+| a worker of another running SuperNode | ConfigError: two SuperNodes share one state-dir and site |
+| an idle worker of another run, with a memory limit | asked to end first |
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class WorkerRegistry:
         return self.path / "turns.jsonl"
 
     def failed(self, what: Mapping[str, Any], reason: str) -> None:
-        """Record a failed client round. The reason is in the log too, so a full disk does not hide it."""
+        """Record a failed client round. The log also has the reason, so a full disk does not hide it."""
         line = {"time": time.time(), **what, "failed": sanitize(reason, _REASON_CHARACTERS)}
         try:
             with self.turns.open("a", encoding="utf-8") as file:
@@ -93,7 +94,7 @@ class WorkerRegistry:
             log.warning("%s: cannot append a line: %s; free space", self.turns, error)
 
     def socket(self, worker: str) -> Path:
-        """Return the socket path of a worker."""
+        """Return a worker's socket path."""
         return self.path / f"{worker}.sock"
 
     @contextlib.contextmanager
@@ -108,39 +109,39 @@ class WorkerRegistry:
             os.close(descriptor)  # releases the lock
 
     def living(self) -> list[WorkerRecord]:
-        """Return every listening worker, oldest first. Call it under the lock: it removes files of dead workers."""
+        """Return every listening worker, oldest first. Call it under the lock: it removes the files of dead workers."""
         records = []
         for file in self.path.glob("*.json"):
             try:
                 card = json.loads(file.read_text(encoding="utf-8"))
                 records.append(WorkerRecord(**{**card, "owner": OwnerProcess(**card["owner"])}))
             except FileNotFoundError:
-                continue  # its worker has ended meanwhile, which it does without the lock
+                continue  # the worker ended in the meantime; it can do so without the lock
             except (ValueError, TypeError, KeyError, RecursionError):
                 self.forget(file.stem)
         for card in list(records):
             if not is_listening(self.socket(card.id)):
-                self._unlist(card.id)  # its last note stays until the cause of its end is queried
+                self._unlist(card.id)  # the last note stays until the cause of the worker's end is queried
                 records.remove(card)
         known = {card.id for card in records}
-        for file in self.path.glob("*.noted"):  # of workers that died between rounds
+        for file in self.path.glob("*.noted"):  # from workers that died between rounds
             if file.stem in known:
                 continue
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # removed in the meantime
                 if time.time() - file.stat().st_mtime > _KEPT_SECONDS:
                     file.unlink()
         return sorted(records, key=lambda card: card.since)
 
     def write(self, card: WorkerRecord) -> None:
-        """Write a worker's card atomically."""
+        """Write a worker's record atomically."""
         self._put(f"{card.id}.json", asdict(card))
 
     def note(self, worker: str, about: Mapping[str, Any]) -> None:
-        """Record a worker's memory report, in the form of `fedveil.records.process_exit.note_memory`."""
+        """Record a worker's memory report, in the format of `fedveil.records.process_exit.note_memory`."""
         self._put(f"{worker}.noted", about)
 
     def noted(self, worker: str) -> dict[str, Any]:
-        """Return and remove a worker's last note; {} if it left none, because it ended normally or at once."""
+        """Return and remove a worker's last note; {} if there is none, because it ended normally or immediately."""
         file = self.path / f"{worker}.noted"
         try:
             about = json.loads(file.read_text(encoding="utf-8"))
@@ -170,7 +171,7 @@ class WorkerRegistry:
         """Kill a worker that does not answer, and remove its files."""
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(card.pid)
-            if card.id in process.cmdline():  # another process may have the number by now
+            if card.id in process.cmdline():  # another process may have this id by now
                 process.kill()
         self.forget(card.id)
 
@@ -181,14 +182,14 @@ class WorkerRegistry:
         return card
 
     def connect(self, worker: WorkerRecord) -> Connection:
-        """Return a connection to a worker; its calls open it."""
+        """Return a connection to a worker; it is opened by its calls."""
         return Connection(worker, self.socket(worker.id), self.log)
 
     def find_or_start(self, assignment: ClientAssignment, owner: OwnerProcess, root: Path | None = None) -> Connection:
-        """Return a connection to the worker for a run: the run's own, or else a spare, or else a new one.
+        """Return a connection to a worker for a run: the run's own, otherwise a spare, otherwise a new one.
 
         Raises:
-            ConfigError: this site's worker belongs to another SuperNode that runs.
+            ConfigError: this site's worker belongs to another running SuperNode.
             WorkerError: a worker that must end is busy or does not end, or the new one does not start.
         """
         key = run_key(assignment, root)
@@ -210,10 +211,10 @@ class WorkerRegistry:
             return self.connect(self.start(assignment.site, owner, key, root))
 
     def explain_loss(self, connection: Connection, when: str) -> WorkerError:
-        """Return why a worker whose connection broke has no upload: the cause of its end, if it has ended."""
+        """Return why a worker whose connection broke has no upload: the cause of its end if it has ended."""
         worker = connection.worker
         expected, where = f"worker {worker.pid}: expected an upload, found it", f"its log is {self.log}"
-        # A killed process closes its sockets one by one, and the listening one may be the last.
+        # A killed process closes its sockets one by one, and the listening socket may be the last.
         if not connection.wait_until_gone(_DYING_SECONDS):
             return WorkerError(f"{expected} still running {when}; {where}")
         code, about = _exit_code(worker.pid), self.noted(worker.id)
@@ -233,7 +234,7 @@ class WorkerRegistry:
         root: Path | None = None,
         env: Mapping[str, str] | None = None,
     ) -> WorkerRecord:
-        """Start a worker on the app in folder `root`. Returns once it listens; a spare then imports its libraries.
+        """Start a worker for the app in folder `root`. Return once it listens; a spare then imports its libraries.
 
         Raises:
             WorkerDiedError: the worker ended.
@@ -255,8 +256,8 @@ class WorkerRegistry:
         descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         with os.fdopen(descriptor, "ab") as output:
             env = {**(os.environ if env is None else env), "PYTHONPATH": str(root or paths.import_root())}
-            # Flower's processes use a lower value, which would slow training. Without any, freed weights and gradients
-            # stay in the heap, fragmented.
+            # Flower's processes set a lower value, which would slow down training. Without any value, freed weights and
+            # gradients stay in the heap and fragment it.
             env["MALLOC_MMAP_THRESHOLD_"] = str(4 << 20)
             started = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=env
@@ -273,14 +274,14 @@ class WorkerRegistry:
             if time.monotonic() > deadline:
                 started.kill()
                 self.forget(worker)
-                raise WorkerError(f"worker: it does not listen after {_START_SECONDS:g} s; see {self.log}")
+                raise WorkerError(f"worker: it is not listening after {_START_SECONDS:g} s; see {self.log}")
             time.sleep(0.02)
         self.write(card)
         return card
 
 
 def app_digest(root: Path | None = None) -> str:
-    """Return 16 hex digits of the code that a worker would run; equal in a checkout, a bundle and a wheel."""
+    """Return a digest of the code that a worker would run, 16 hex digits; equal in a checkout, a bundle and a wheel."""
     h = hashlib.blake2b(digest_size=8)
     for name, file in paths.app_sources(root).items():
         content = file.read_bytes()
@@ -289,7 +290,7 @@ def app_digest(root: Path | None = None) -> str:
 
 
 def run_key(assignment: ClientAssignment, root: Path | None = None) -> str:
-    """Return 16 hex digits of a worker's inputs: app, run, method, task, training, model, data, devices."""
+    """Return a digest of a worker's inputs, 16 hex digits: app, run, method, task, training, model, data, devices."""
     config, site = assignment.config, assignment.site
     bundled = tiny.bundled_folder(config.task.name) if config.task.model == "tiny" else None
     model = bundled or Path(config.task.model).expanduser()
@@ -305,7 +306,7 @@ def run_key(assignment: ClientAssignment, root: Path | None = None) -> str:
 
 
 def _exit_code(pid: int) -> int | None:
-    """Return the exit code of a process that ends, or minus its signal; None if another process is its parent."""
+    """Return the exit code of a process that is ending, or minus its signal; None if it is not our child process."""
     deadline = time.monotonic() + _DYING_SECONDS
     while time.monotonic() < deadline:
         try:

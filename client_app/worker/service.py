@@ -1,10 +1,10 @@
 """The gRPC service of a site's worker, on its Unix socket. connection.py and `fedveil site status` call it.
 
-    /fedveil.Worker/Take     stream of bytes -> stream of bytes, each a JSON header and then the message in chunks
+    /fedveil.Worker/Take     stream of bytes -> stream of bytes; each is a JSON header followed by the message in chunks
     /fedveil.Worker/Status   nothing -> JSON: memory content and progress of a client round
     /fedveil.Worker/Stop     nothing -> nothing: ends the worker, unless a client round is running
 
-A caller of Take or Stop names its SuperNode; the worker refuses a call from any SuperNode but its owner.
+A caller of Take or Stop names its SuperNode; the worker refuses calls from any SuperNode except its owner.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fedveil.contract.task import TrainingProgress
 
 _REASON_CHARACTERS = 1000
-_CLIENT_GONE = "client round: its client process exited before it ended; the result is discarded"
+_CLIENT_GONE = "client round: its client process exited before the round ended; the result is discarded"
 
 log = logging.getLogger("fedveil.worker")
 _LONGEST_NOTE = 400  # characters
@@ -52,12 +52,12 @@ class WorkerService:
     Attributes:
         folder: registry folder of its site's workers.
         owner: the SuperNode that owns it.
-        memory_mb: bound on its resident memory; 0 = none.
-        ending: set when the process must end, after the current client round.
+        memory_mb: limit on its resident memory; 0 = none.
+        ending: set when the process must end after the current client round.
         busy: held during a client round.
-        loaded: cleared while this process imports what a round needs. If two threads import transformers at once,
-            one may get a module without its classes, so a round waits.
-        last_used: time.monotonic when the last client round ended or the process began.
+        loaded: cleared while this process imports the modules that a round needs. If two threads import transformers
+            at once, one may get a module without its classes, so a round waits.
+        last_used: time.monotonic when the last client round ended or the process started.
     """
 
     folder: WorkerRegistry
@@ -85,7 +85,7 @@ class WorkerService:
         return grpc.method_handlers_generic_handler(NAME, methods)
 
     def take(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Run one client round. On an error, abort with type and text as JSON; the log has the traceback."""
+        """Run one client round. On an error, abort with its type and text as JSON; the log has the traceback."""
         if not self.owner.is_(_caller(context)):
             context.abort(grpc.StatusCode.PERMISSION_DENIED, str(self.owner.pid))
         with self.busy:
@@ -106,13 +106,13 @@ class WorkerService:
                     self._become_spare()
 
     def _failed(self, error: Exception) -> tuple[str, str]:
-        """Return type and text of an error for the client process, and record them in the site's list of rounds."""
+        """Return an error's type and text for the client process, and record them in the site's list of rounds."""
         kind, text = type(error).__name__, str(error)[:_REASON_CHARACTERS]
         if process_exit.is_out_of_memory(error):
             kind, text = OutOfMemoryError.__name__, f"{text}; {process_exit.LOWER_AT_SITE}"
-        if isinstance(error, grpc.RpcError):  # during the transfer of the message; it has no text
+        if isinstance(error, grpc.RpcError):  # while the message was transferred; it has no text
             kind, text = WorkerError.__name__, _CLIENT_GONE
-        turn = {} if self._status["state"] in ("idle", "spare") else self._status  # otherwise the round had not begun
+        turn = {} if self._status["state"] in ("idle", "spare") else self._status  # the round had not started
         keys: tuple[str, ...] = ("run", "round", "rounds", "method", "task", "model")
         where = {key: turn[key] for key in keys if key in turn}
         self.folder.failed({"pid": os.getpid(), **where}, f"{kind}: {text}")
@@ -162,12 +162,12 @@ class WorkerService:
         return watch
 
     def show(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        """Return what is in memory, and a client round's progress, to any process that may open the socket."""
+        """Return the memory contents and a client round's progress, to any process that can open the socket."""
         device = _device() if self._imported else {}
         return json.dumps({**self._status, "memory_mb": memory_mb(), **device}).encode()
 
     def stop(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        """End the worker. Refuses another SuperNode while the worker's own runs, and any caller during a round."""
+        """End the worker. Refuses other SuperNodes while the worker's owner runs, and any caller during a round."""
         if self.owner.runs():
             if not self.owner.is_(_caller(context)):
                 context.abort(grpc.StatusCode.PERMISSION_DENIED, str(self.owner.pid))
@@ -192,7 +192,7 @@ class WorkerService:
                     self.folder.adopt(card, "")
 
     def _belong(self, key: str) -> None:
-        """Bind the worker to one run. Raises WorkerError for a client round of another run."""
+        """Bind the worker to one run. Raises WorkerError for a client round in a different run."""
         if self._key not in ("", key):
             raise WorkerError(
                 f"worker: expected a client round of {self._key}, found one of {key}; start another worker"
@@ -212,17 +212,17 @@ def _caller(context: grpc.ServicerContext) -> OwnerProcess:
 
 
 def memory_mb() -> int:
-    """Return the resident memory of this process and of those that train with it."""
+    """Return the resident memory of this process and the processes that train with it."""
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     total = 0
     for one in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+        with contextlib.suppress(psutil.NoSuchProcess):  # the process has ended in the meantime
             total += one.memory_info().rss
     return int(total // 1_000_000)
 
 
 def _device() -> dict[str, Any]:
-    """Return the device, and with CUDA the memory reserved on it. Call it only after torch was imported."""
+    """Return the device, and with CUDA the memory reserved on it. Call it only after torch has been imported."""
     torch = sys.modules["torch"]
     if not torch.cuda.is_initialized():
         return {"device": "cpu"}

@@ -15,7 +15,7 @@ _SUN_PATH = 100  # sockaddr_un holds 108 bytes on Linux, 104 elsewhere
 
 @contextlib.contextmanager
 def socket_address(path: Path) -> Iterator[str]:
-    """Return a short enough name of the socket; on Linux, it replaces a long path by one through the folder's
+    """Return a short enough name for the socket; on Linux, a long path is replaced by one through the folder's
     descriptor.
 
     Raises:

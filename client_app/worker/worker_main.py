@@ -1,7 +1,7 @@
-"""A site's worker process, which trains and keeps base model, examples and CUDA context between rounds.
+"""A site's worker process, which trains and keeps the base model, examples and CUDA context between rounds.
 
 Flower starts a new client process for every message, which only passes the message (worker_round.py) to this process
-(service.py). The worker ends with its SuperNode, after its idle time, on request, and on SIGTERM.
+(service.py). The worker ends with its SuperNode, after its idle time, on request, or on SIGTERM.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ log = logging.getLogger("fedveil.worker")
 
 
 def serve_worker(service: WorkerService, worker: str, idle_seconds: float) -> None:
-    """Serve calls until the process must end, and then remove its card and socket."""
+    """Serve calls until the process must end, then remove its record and socket."""
     terminated = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: terminated.set())
     server = grpc.server(ThreadPoolExecutor(4))
     server.add_generic_rpc_handlers((service.handlers(),))
     with socket_address(service.folder.socket(worker)) as path:
-        os.umask(0o177)  # so that the socket has mode 0600 from its first moment
+        os.umask(0o177)  # so that the socket has mode 0600 from the start
         server.add_insecure_port(f"unix:{path}")
         os.umask(0o077)
         server.start()
@@ -55,18 +55,18 @@ def serve_worker(service: WorkerService, worker: str, idle_seconds: float) -> No
 
 
 def _note(service: WorkerService, worker: str, last: dict[str, Any]) -> dict[str, Any]:
-    """Record this process's memory if it or the kernel's count has grown, because SIGKILL leaves no time for it."""
+    """Record this process's memory if it or the kernel's count has grown, because SIGKILL leaves no time to do so."""
     now = process_exit.note_memory()
     if [now[key] for key in _TELLING] != [last.get(key) for key in _TELLING]:
         try:
             service.folder.note(worker, now)
-        except OSError as error:  # a round may need no disk, and the older note is nearly the same
+        except OSError as error:  # a round may not need the disk, and the older note is nearly the same
             log.warning("%s: cannot record this worker's memory: %s; free space", service.folder.path, error)
     return now
 
 
 def _reason_to_end(service: WorkerService, idle_seconds: float, terminated: threading.Event) -> str:
-    """Return why the process must end now; "" if it need not."""
+    """Return why the process must end now; "" if it does not have to."""
     if terminated.is_set():
         return "signal"
     if not service.owner.runs():
@@ -81,7 +81,7 @@ def _reason_to_end(service: WorkerService, idle_seconds: float, terminated: thre
 
 
 def preload_modules(loaded: threading.Event) -> None:
-    """Import what the first round needs, and set `loaded`."""
+    """Import the modules that the first round needs, and set `loaded`."""
     try:
         for module in _HEAVY:
             with contextlib.suppress(ImportError):  # the round that needs the module reports the error
@@ -108,7 +108,7 @@ def main() -> None:
         service.loaded.clear()
         threading.Thread(target=preload_modules, args=(service.loaded,), daemon=True).start()
     serve_worker(service, arguments.id, arguments.idle_seconds)
-    os._exit(0)  # no client waits for a round that is still running, so it must not keep the process alive
+    os._exit(0)  # no client is waiting for a round that is still running, so it must not keep the process alive
 
 
 if __name__ == "__main__":

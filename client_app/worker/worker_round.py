@@ -1,16 +1,17 @@
 """Run a site's round in its worker: find or start the worker, send it the message, return the upload.
 
 A worker that dies during a round (SIGKILL, out of memory) is replaced once, and the round is repeated from the same
-private state, which the instruction names (fedveil/client_app/state/client_state.py). The cause of its end comes from
-its exit signal, if it was started here, and from its memory record; the site's log and its list of rounds report it.
+private state, which the instruction names (fedveil/client_app/state/client_state.py). The cause of its end is
+determined from its exit signal, if this process started it, and from its memory record; the site's log and its list of
+rounds report it.
 
 | a worker ... | result |
 |---|---|
-| ends before it listens | a second one is started |
-| ends during the round, or while it replies | a second one is started and gets the message again |
+| ends before it listens | a second worker is started |
+| ends during the round, or while it replies | a second worker is started and gets the message again |
 | ends a second time | WorkerDiedError with the cause |
-| reports that the round failed | ClientRoundError with the type of the error; the round is not repeated |
-| has no upload in time (stopped, hung, too slow) | it is killed, and RoundOverdueError; the round is not
+| reports that the round failed | ClientRoundError with the error's type; the round is not repeated |
+| returns no upload in time (stopped, hung, too slow) | it is killed, then RoundOverdueError; the round is not
   repeated |
 """
 
@@ -46,7 +47,7 @@ def run_round_in_worker(
         ClientRoundError: the round failed; RoundOverdueError: it exceeded the instruction's time.
         WorkerDiedError: the worker ended twice.
         WorkerError: it did not start in time, or did not end when it had to.
-        ConfigError: this site's worker belongs to another SuperNode that runs.
+        ConfigError: this site's worker belongs to another running SuperNode.
     """
     end = time.monotonic() + assignment.order.seconds
     registry = WorkerRegistry(assignment.site.state_dir, assignment.name)
@@ -76,7 +77,7 @@ def _run_once(
     root: Path | None,
     end: float,
 ) -> list[bytes]:
-    """Run the round in one worker. Raise WorkerError if the worker is gone, ClientRoundError as the caller does."""
+    """Run the round in one worker. Raises WorkerError if the worker is gone, ClientRoundError like the caller."""
     connection = registry.find_or_start(assignment, owner, root)
     try:
         return connection.run_round(spool, assignment, end)

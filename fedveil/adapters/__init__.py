@@ -1,1 +1,1 @@
-"""Adapters: the trained parts of a base model. Each defines its shapes, initial draw, attachment and checks."""
+"""Adapters: the trained parts of a base model. Each defines its shapes, initial values, attachment and checks."""

@@ -1,14 +1,14 @@
-"""The kinds of adapters that method.params may name.
+"""The adapter kinds that method.params may name.
 
 | adapter | trained tensors, by name |
 |---|---|
 | `LoraAdapter` | `<module>.lora_A` (r x d_in), `<module>.lora_B` (d_out x r) for every chosen linear layer |
 | `HadamardLoraAdapter` | the same two, and `<module>.private_A`, `<module>.private_B` of the same shapes |
-| `ResidualLoraAdapter` | those of `LoraAdapter`, and `<module>.residual` (d_out x d_in), which no training moves |
+| `ResidualLoraAdapter` | the same two, and `<module>.residual` (d_out x d_in), which training does not change |
 | `AllWeightsAdapter` | every parameter of the base, under its own name; tied parameters once |
-| `PromptAdapter` | `prompt` (length x width), context vectors of a frozen CLIP; a second part by its form |
-| `PrefixAdapter` | `prefix` (layers x 2 x heads x length x width), keys and values before every layer; with `cells` the
-  shared layers too |
+| `PromptAdapter` | `prompt` (length x width), context vectors of a frozen CLIP model; other tensors vary by form |
+| `PrefixAdapter` | `prefix` (layers x 2 x heads x length x width), keys and values before every layer; with `cells`,
+  also the shared layers |
 """
 
 from fedveil.adapters.all_weights import AllWeightsAdapter

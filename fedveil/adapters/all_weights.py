@@ -53,12 +53,12 @@ class AllWeightsAdapter(Adapter):
 
     @override
     def save(self, folder: Path, attached: AttachedModel, weights: Weights) -> None:
-        """Write the whole model with its tokenizer or processor, in the format of transformers."""
+        """Write the whole model with its tokenizer or processor, in transformers' format."""
         export.write_merged(folder, attached)
 
     @override
     @torch.no_grad()
     def merge(self, plain: AttachedModel, weights: Weights) -> None:
-        """Replace the base's weights by `weights`."""
+        """Replace the base's weights with `weights`."""
         for name, weight in weights.items():
             plain.model.get_parameter(plain.names[name]).copy_(weight)

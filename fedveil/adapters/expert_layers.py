@@ -1,15 +1,15 @@
-"""Layers of mixtures of experts, which get no pair.
+"""Layers in mixtures of experts that get no low-rank pair.
 
-transformers keeps the experts of a block as one parameter with three axes, not as linear layers. PEFT has adapters
-for such parameters, whose factors are blocks of all experts: a product B A of them is no change of a weight, so the
-methods here cannot sum, stack or merge them. For some families (Mixtral, Qwen3-MoE, DeepSeek-V3) PEFT also reads the
-names of ordinary layers, such as the shared expert's `gate_proj`, as names of experts, in any adapter_config.json.
+transformers stores the experts of a block as one parameter with three axes, not as linear layers. PEFT has adapters for
+such parameters, but their factors are blocks for all experts: the product B A is not a weight change, so the methods
+here cannot sum, stack or merge them. For some families (Mixtral, Qwen3-MoE, DeepSeek-V3), PEFT also treats the names of
+ordinary layers, such as the shared expert's `gate_proj`, as expert names, in any adapter_config.json.
 
 | part | pair |
 |---|---|
 | attention, and other linear layers | yes |
-| experts and router | no; the log says their share of the base's weights |
-| a linear layer whose name PEFT reads as that of experts | no; refused if adapter.targets names it |
+| experts and router | no; the log gives their share of the base's weights |
+| a linear layer whose name PEFT treats as an expert name | no; refused if adapter.targets names it |
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ log = logging.getLogger("fedveil.models")
 
 
 def converts_targets(model: Any) -> bool:
-    """Return whether PEFT reads names of a model's layers as names of experts."""
+    """Return whether PEFT treats any of the model's layer names as expert names."""
     return bool(_converted(model, "all-linear") != "all-linear")
 
 
 def find_expert_layers(model: Any, names: Iterable[str]) -> set[str]:
-    """Return those of the linear layers `names` that PEFT reads as experts."""
+    """Return the linear layers in `names` that PEFT treats as experts."""
     listed = list(names)
     if not converts_targets(model):
         return set()
@@ -41,14 +41,14 @@ def find_expert_layers(model: Any, names: Iterable[str]) -> set[str]:
 
 
 def _converted(model: Any, targets: str | list[str]) -> Any:
-    """Return what PEFT makes of an adapter's target modules for this model."""
+    """Return an adapter's target modules as PEFT converts them for this model."""
     from peft import LoraConfig
 
     if not hasattr(getattr(model, "config", None), "model_type"):
         return targets
     try:
         from peft.utils import transformers_weight_conversion as conversion
-    except ImportError:  # a version that converts nothing
+    except ImportError:  # this version of PEFT converts nothing
         return targets
     config = LoraConfig(target_modules=targets)
     try:
@@ -61,10 +61,10 @@ def _converted(model: Any, targets: str | list[str]) -> Any:
 
 
 def log_unpaired(model: Any, paired: Iterable[str]) -> None:
-    """Log which share of a model's weights is in experts and in layers that PEFT reads as experts, if it has any.
+    """Log the share of a model's weights in experts and in layers that PEFT treats as experts, if there are any.
 
     Args:
-        paired: the names of the layers with a pair.
+        paired: the names of the layers that have a pair.
     """
     named = dict(model.named_parameters())
     convolutions = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.modules.conv._ConvNd)}

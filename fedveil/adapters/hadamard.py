@@ -1,15 +1,15 @@
-"""Two low-rank pairs per layer, multiplied entry by entry.
+"""Two low-rank pairs per layer, multiplied elementwise.
 
     y = W_0 x + b + scale * ((B A) o M) x,   M = B_p A_p + 1 ("plus-one") or B_p A_p ("product")
 
-PEFT's LoHa adapter has no "+ 1" and keeps both pairs under one name. The product has rank up to r^2, so unlike
-LoRA's it cannot be applied factor by factor: each forward pass forms a d_out x d_in matrix, and
-backpropagation stores three of them per layer (train.gradient-checkpointing drops them between layers).
+PEFT's LoHa adapter has no "+ 1" and keeps both pairs under one name. The product has rank up to r^2, so unlike LoRA's
+product it cannot be applied factor by factor: each forward pass forms a d_out x d_in matrix, and backpropagation keeps
+three such matrices per layer (train.gradient-checkpointing drops them between layers).
 
 | layer | treatment |
 |---|---|
-| nn.Linear, also quantized by bitsandbytes | called unchanged; only the change is added |
-| transformers' Conv1D (GPT-2), whose weight is d_in x d_out | likewise; the pairs are as for nn.Linear |
+| nn.Linear, also quantized by bitsandbytes | called unchanged; the change is added to its output |
+| transformers' Conv1D (GPT-2), whose weight is d_in x d_out | the same; the pairs are as for nn.Linear |
 | the output embedding | excluded from "all-linear", as in PEFT |
 """
 
@@ -37,14 +37,14 @@ Form = Literal["plus-one", "product"]
 @final
 @dataclass(frozen=True)
 class HadamardLoraAdapter(LowRankPairsAdapter):
-    """Two low-rank pairs per layer, multiplied entry by entry (Hyeon-Woo et al. 2022): W = W_0 + scale * (B A) o M.
+    """Two low-rank pairs per layer, multiplied elementwise (Hyeon-Woo et al. 2022): W = W_0 + scale * (B A) o M.
 
     | form | M | initial values |
     |---|---|---|
     | "plus-one" | B_p A_p + 1 | B and B_p zero |
     | "product" | B_p A_p | B zero, B_p from N(0, 1/r); if B_p were zero too, all gradients would stay zero |
 
-    A and A_p are random in both. The change of W has rank up to r^2, so a forward pass computes the full matrix.
+    A and A_p are random in both forms. The change in W has rank up to r^2, so a forward pass computes the full matrix.
 
     Attributes:
         rank: r, the inner width of each pair.
@@ -77,9 +77,9 @@ class HadamardLoraAdapter(LowRankPairsAdapter):
     def as_lora(self, weights: Weights) -> tuple[LoraFields, dict[str, Tensor]]:
         """Return the same change as one pair per layer, of rank up to r + r^2.
 
-        Its columns are column i of B times column j of B_p, entry by entry, and its rows are row i of A times row j of
-        A_p; with "+ 1" also B and A. Private columns that are zero in every layer are omitted, so a neutral pair leaves
-        the rank at r.
+        Its columns are the elementwise products of column i of B and column j of B_p, and its rows are the products of
+        row i of A and row j of A_p; with "+ 1", B and A are included too. Private columns that are zero in every layer
+        are omitted, so a neutral pair leaves the rank at r.
         """
         layers = low_rank_pairs.target_modules(weights)
         used = [
@@ -105,7 +105,7 @@ class HadamardLoraAdapter(LowRankPairsAdapter):
         Names are `<module>.lora_A`, `.lora_B`, `.private_A` and `.private_B`.
 
         Raises:
-            ConfigError: `targets` matches no layer, or a module that is not a linear layer.
+            ConfigError: `targets` matches no layer, or matches a module that is not a linear layer.
         """
         chosen = low_rank_pairs.chosen_modules(model, self.targets)
         model.requires_grad_(False)
@@ -147,7 +147,7 @@ class HadamardLinear(low_rank_pairs.LowRankLinear):
 
     @override
     def forward(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_out"]:
-        """Return the sum of the frozen layer's output and the change's, in the former's dtype."""
+        """Return the frozen layer's output plus the change's output, in the dtype of the frozen layer's output."""
         out: Tensor = self.base_layer(x)
         delta = weight_change(self.lora_A, self.lora_B, self.private_A, self.private_B, self._form, self._scale)
         # Autocast, if it is on, casts both to its own dtype, as for any linear layer.

@@ -1,11 +1,11 @@
-"""Ranks by site: a site trains and sends only the first rows of A and columns of B of each LoRA pair.
+"""Per-site ranks: a site trains and sends only the first rows of A and the first columns of B in each LoRA pair.
 
-The run config gives each site a rank, from 1 to the adapter's. All sites have tensors of the adapter's shapes.
-Entries beyond a site's rank are zero and stay zero, which is equivalent to pairs of that rank. This saves upload
-bytes but no computation. A site cannot choose its rank: the server refuses an upload of another rank.
+The run config gives each site a rank, from 1 to the adapter's rank. All sites have tensors of the adapter's shapes.
+Entries beyond a site's rank are zero and stay zero, which is equivalent to pairs of that rank. This saves upload bytes
+but no computation. A site cannot choose its rank: the server refuses an upload of any other rank.
 
-Ranks are nested: all sites send the first ranks, and fewer sites the later ones. Under secure aggregation a rank that
-too few sites of the cohort have is left out of the round: no site trains or sends it (`plan_ranks`).
+Ranks are nested: all sites send the first ranks, and fewer sites send the later ones. Under secure aggregation, a rank
+that too few sites in the cohort have is omitted from the round: no site trains or sends it (`plan_ranks`).
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def check_ranks(ranks: Ranks, most: int) -> None:
 
 
 def rank_of_site(ranks: Ranks, site: str, most: int) -> int:
-    """Return a site's rank: the adapter's rank, unless the run sets another."""
+    """Return a site's rank: the adapter's rank, unless the run sets a different rank."""
     return ranks.get(site, most)
 
 
 def rows_beyond(spec: Spec | Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """Return masks of the entries that a site of this rank does not train (`frozen` of `Trainer.train`).
+    """Return masks of the entries that a site of this rank does not train (`frozen` in `Trainer.train`).
 
     The result is empty if the site trains all entries.
     """
@@ -77,19 +77,19 @@ def pad_to_rank(factors: Mapping[str, Tensor], spec: Spec) -> dict[str, Tensor]:
 
 
 def rank_of_upload(payload: Payload) -> int:
-    """Return the rank of a message's first factor; `check_upload` compares the others."""
+    """Return the rank of a message's first factor; `check_upload` checks the other factors against it."""
     for name, value in payload.fields.items():
         return _shape(value)[0 if factor_name(name) == "A" else 1]
     raise WireError("upload: expected factors, found none")
 
 
 def rank_fields(up: tuple[WireField, ...], ranks: Ranks) -> tuple[WireField, ...]:
-    """Return an upload's fields with a free inner width, or unchanged if all sites have the same rank."""
+    """Return an upload's fields with a variable inner width, or unchanged if all sites have the same rank."""
     return open_fields(up) if ranks else up
 
 
 def open_fields(fields: tuple[WireField, ...]) -> tuple[WireField, ...]:
-    """Return the fields with a free inner width, the rank, up to the adapter's."""
+    """Return the fields with a variable inner width (the rank), up to the adapter's rank."""
     return tuple(map(_open, fields))
 
 
@@ -99,12 +99,12 @@ def _open(field: WireField) -> WireField:
 
 
 def plan_ranks(names: Iterable[str], ranks: Mapping[str, int], fewest: int) -> EntryTable:
-    """Return the table of a round: each site sends its first ranks, as far as at least `fewest` sites have them.
+    """Return a round's entry table: each site sends those of its ranks that at least `fewest` sites have.
 
     Args:
-        names: names of the vector.
-        ranks: rank of each site of the cohort.
-        fewest: number of sites that must send a rank, at most the number of sites.
+        names: names of the tensors in the vector.
+        ranks: the rank of each site in the cohort.
+        fewest: minimum number of sites that must send a rank; at most the number of sites.
     """
     most = sorted(ranks.values(), reverse=True)[fewest - 1]
     ends = sorted({min(rank, most) for rank in ranks.values()})
@@ -118,9 +118,9 @@ def plan_ranks(names: Iterable[str], ranks: Mapping[str, int], fewest: int) -> E
 
 
 def check_upload(payload: Payload, rank: int | None, site: str, most: int) -> None:
-    """Raise WireError unless every factor of a message has this rank.
+    """Raise WireError unless every factor in a message has this rank.
 
-    If `rank` is None, all factors must have the same rank, from 1 to the adapter's.
+    If `rank` is None, all factors must have the same rank, from 1 to the adapter's rank.
     """
     shapes = {name: _shape(value) for name, value in payload.fields.items()}
     first = f"{factor_modules(shapes)[0]}.lora_A"
@@ -142,11 +142,11 @@ def _shape(value: object) -> tuple[int, ...]:
 
 
 class HeterogeneousRankMethod(WeightAveragingMethod):
-    """Base class of methods whose sites send LoRA factors of different ranks.
+    """Base class for methods whose sites send LoRA factors of different ranks.
 
     Attributes:
         ranks: maps site names to ranks, from 1 to the adapter's rank; all other sites have the adapter's rank.
-        adapter: LoRA, of the largest rank.
+        adapter: the LoRA adapter, with the largest rank.
     """
 
     ranks: Ranks
@@ -158,13 +158,12 @@ class HeterogeneousRankMethod(WeightAveragingMethod):
 
     @property
     def has_partial_uploads(self) -> bool:
-        """Return whether ranks differ: without secure aggregation, only sites of the largest rank send the last
-        ranks."""
+        """Return whether ranks differ: without secure aggregation, only sites of the largest rank send all ranks."""
         return any(rank < self.adapter.rank for rank in self.ranks.values())
 
     @property
     def plans_entries(self) -> bool:
-        """Return whether ranks differ: the table then leaves out ranks that too few sites have."""
+        """Return whether ranks differ; the table then omits ranks that too few sites have."""
         return self.has_partial_uploads
 
     def rank_of(self, site: str) -> int:
@@ -172,9 +171,9 @@ class HeterogeneousRankMethod(WeightAveragingMethod):
         return rank_of_site(self.ranks, site, self.adapter.rank)
 
     def rank_in_round(self, site: str, ctx: RoundContext) -> int:
-        """Return the rank that a site trains and sends in a round: its own, or under secure aggregation the table's.
+        """Return the rank that a site trains and sends in a round: its own, or the table's under secure aggregation.
 
-        Raises WireError for a table that gives the site no rank, another one for each tensor, or more than its own.
+        Raises WireError if the table gives the site no rank, different ranks for its tensors, or more than its own.
         """
         own = self.rank_of(site)
         if ctx.entries is None:
@@ -188,7 +187,7 @@ class HeterogeneousRankMethod(WeightAveragingMethod):
         return max(ranks)
 
     def plan_entries(self, spec: Spec, cohort: Sequence[str], fewest: int, ctx: RoundContext) -> EntryTable:
-        """Return the ranks that at least `fewest` sites of the cohort have; there is nothing to draw."""
+        """Return the table of ranks that at least `fewest` sites in the cohort have; nothing is drawn at random."""
         names = self.aggregate_shapes(spec, ctx.round)
         return plan_ranks(names, {site: self.rank_of(site) for site in cohort}, fewest)
 
@@ -208,7 +207,7 @@ class HeterogeneousRankMethod(WeightAveragingMethod):
             )
 
     def check(self, payload: Payload, spec: Spec) -> None:
-        """Raise WireError unless all factors have the same rank, from 1 to the adapter's."""
+        """Raise WireError unless all factors have the same rank, from 1 to the adapter's rank."""
         check_upload(payload, None, "", self.adapter.rank)
 
     def check_site(self, payload: Payload, spec: Spec, site: str) -> None:

@@ -1,11 +1,11 @@
-"""Load adapters that PEFT has no format for: prompts before class names, and prefixes of a proxy.
+"""Load adapters for which PEFT has no format: prompts before class names, and proxy prefixes.
 
     adapter, trained = load_adapter(Path("runs/x/final"), model)
 
-`model` is the base, loaded by transformers' `from_pretrained`. Loading attaches a prefix to the model; from a
-prompt, `fedveil.models.clip.class_features` computes the class texts. Load all other adapters with PEFT.
+`model` is the base, loaded with transformers' `from_pretrained`. Loading attaches a prefix to the model; for a prompt,
+`fedveil.models.clip.class_features` computes the class texts' features. Load all other adapters with PEFT.
 
-The files are untrusted: their size is bounded by the model's, and they contain no pickle.
+The files are untrusted: the model's size limits theirs, and pickles are never read.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def load_adapter(folder: Path, model: Any) -> tuple[Adapter, dict[str, nn.Parame
     """Attach the adapter in `folder` to `model`, in place; return the adapter and its tensors by name.
 
     Raises:
-        StateError: the folder has no adapter, or its files are invalid or do not fit the model's sizes.
-        ConfigError: the model has no place for it.
+        StateError: the folder has no adapter, or its files are invalid or do not match the model's sizes.
+        ConfigError: the model does not support the adapter.
     """
     adapter, file = _adapter(folder), folder / WEIGHTS
     size = file.stat().st_size if file.is_file() else 0
@@ -87,4 +87,4 @@ def _put(file: Path, trained: dict[str, nn.Parameter]) -> None:
 
 
 def _bad(file: Path, expected: str, found: str) -> StateError:
-    return StateError(f"{file}: expected {expected}, found {found}; use the base of the run, or copy its folder again")
+    return StateError(f"{file}: expected {expected}, found {found}; use the run's base, or copy the folder again")

@@ -27,11 +27,11 @@ class LoraAdapter(LowRankPairsAdapter):
     Attributes:
         rank: r, the inner width of each pair.
         alpha: the numerator of the scale; None means `rank`, so that W = W_0 + B A.
-        targets: "all-linear" (every linear layer of the blocks, the output head left out), a regular expression over
-            module names, or in method.params a list as PEFT takes it: ["q_proj", "v_proj"].
-        rslora: scale = alpha / sqrt(rank) (Kalajdzievski 2023), which needs an alpha.
-        dropout: fraction of a layer's inputs that are dropped before its pair in a training step, from 0 to below 1;
-        no inputs are dropped in scoring.
+        targets: "all-linear" (every linear layer in the blocks, without the output head), a regular expression for
+            module names, or in method.params a list, as in PEFT: ["q_proj", "v_proj"].
+        rslora: whether scale = alpha / sqrt(rank) (Kalajdzievski 2023), which requires an alpha.
+        dropout: fraction of a layer's inputs dropped before its pair in a training step, from 0 to below 1; none are
+            dropped in scoring.
     """
 
     kind: Literal["lora"] = "lora"
@@ -66,7 +66,7 @@ class LoraAdapter(LowRankPairsAdapter):
 
     @override
     def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: RandomStream, base: Weights) -> dict[str, Tensor]:
-        """Draw A uniformly within 1/sqrt(d_in); B is zero."""
+        """Draw A uniformly from [-1/sqrt(d_in), 1/sqrt(d_in)]; B is zero."""
         return low_rank_pairs.draw_pairs(shapes, rng)
 
     @override
@@ -79,7 +79,7 @@ class LoraAdapter(LowRankPairsAdapter):
         """Add a pair to each target layer: `<module>.lora_A` (r x d_in) and `<module>.lora_B` (d_out x r).
 
         Raises:
-            ConfigError: `targets` matches no linear layer, or a name of a list is no layer's.
+            ConfigError: `targets` matches no linear layer, or lists a name that no layer has.
         """
         from peft import LoraConfig, inject_adapter_in_model
         from transformers.pytorch_utils import Conv1D
@@ -94,7 +94,7 @@ class LoraAdapter(LowRankPairsAdapter):
             fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),
         )
         try:
-            with torch.random.fork_rng(devices=[]):  # PEFT draws initial values that nothing uses
+            with torch.random.fork_rng(devices=[]):  # PEFT draws initial values that are never used
                 model = inject_adapter_in_model(lora, model)
         except ValueError as error:
             raise low_rank_pairs.explain_unfit(self.targets, str(error).partition("\n")[0]) from None

@@ -1,4 +1,4 @@
-"""Fields and initial draw shared by all adapters that train low-rank pairs."""
+"""Fields and initialization shared by all adapters that train low-rank pairs."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from fedveil.errors import ConfigError
 from fedveil.rng import RandomStream
 from fedveil.sanitize import sanitize, suggest_name
 
-_ANY_PARENT = r"(.*\.)?"  # before the names of a list
+_ANY_PARENT = r"(.*\.)?"  # matches any parent modules before a listed name
 _PAIR = re.compile(r"\.(lora|private)_[AB](\.|$)|\.residual$")  # in the names of an adapter's own tensors
 _WIDTHS = {"h.0.attn": (5, 7), "h.1.mlp": (7, 3), "h.2.mlp": (3, 4)}  # (d_in, d_out) of the example's layers
 
 
 def name_pattern(given: object) -> object:
-    """Return a regular expression for a list of names as PEFT takes it: full module names or their last parts."""
+    """Return a regular expression for a PEFT-style list of names: full module names, or their last parts."""
     if not isinstance(given, list | tuple) or not given or not all(isinstance(name, str) for name in given):
-        return given  # text, or a value that the type refuses
+        return given  # a regular expression, or a value that type validation will refuse
     return f"{_ANY_PARENT}({'|'.join(map(re.escape, given))})"
 
 
 @dataclass(frozen=True)
 class LowRankPairsAdapter(Adapter):
-    """The fields of every adapter of low-rank pairs. Abstract: no `kind`."""
+    """The fields shared by all adapters with low-rank pairs. Abstract: it has no `kind`."""
 
     mount: ClassVar[Mount] = "layers"
     rank: int = 8
@@ -56,18 +56,18 @@ class LowRankPairsAdapter(Adapter):
 
     @abstractmethod
     def as_lora(self, weights: Weights) -> tuple[LoraFields, dict[str, Tensor]]:
-        """Return one pair per layer, `<module>.lora_A` and `<module>.lora_B`, with the same change of its weight."""
+        """Return one pair per layer, `<module>.lora_A` and `<module>.lora_B`, with the same effect on its weight."""
 
     @override
     def including(self, modules: Sequence[str]) -> LowRankPairsAdapter:
-        """Return the adapter with these layers among its targets; "all-linear" has them already."""
+        """Return the adapter with these layers added to its targets; "all-linear" includes them already."""
         if self.targets == "all-linear" or not modules:
             return self
         return replace(self, targets=f"(?:{self.targets})|(?:{'|'.join(map(re.escape, modules))})")
 
     @override
     def save(self, folder: Path, attached: AttachedModel, weights: Weights) -> None:
-        """Write a LoRA adapter in PEFT's format. The model's heads are written whole, as `modules_to_save`."""
+        """Write a LoRA adapter in PEFT's format. The model's heads are written in full, as `modules_to_save`."""
         from peft import LoraConfig
         from transformers.pytorch_utils import Conv1D
 
@@ -91,7 +91,7 @@ class LowRankPairsAdapter(Adapter):
 
     @torch.no_grad()
     def _whole_heads(self, attached: AttachedModel, weights: Weights, in_heads: set[str]) -> dict[str, Tensor]:
-        """Return all tensors of the model's heads by their names in the plain model, with their pairs added."""
+        """Return all tensors in the model's heads, with their pairs merged in, by their names in the plain model."""
         tensors = {
             name.replace(".base_layer.", "."): p.detach().to("cpu", torch.float32, copy=True)
             for name, p in attached.model.named_parameters()
@@ -115,8 +115,8 @@ class LowRankPairsAdapter(Adapter):
             own = plain.names.get(f"{module}.weight")
             if own is None:
                 raise ConfigError(
-                    f"adapter.targets: expected layers that do not share weights, found {module}, whose weight "
-                    "another layer shares; load final/ on top of the base"
+                    f"adapter.targets: expected layers that do not share weights, found {module}, which shares its "
+                    "weight with another layer; load final/ on top of the base instead"
                 )
             layer = plain.model.get_submodule(own.removesuffix(".weight"))
             change = fields.scale * (factors[f"{module}.lora_B"] @ factors[f"{module}.lora_A"])
@@ -138,7 +138,7 @@ class LoraFields:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def for_peft(self) -> dict[str, Any]:
-        """Return arguments of `peft.LoraConfig`. A whole alpha is an integer, as other programs expect."""
+        """Return arguments for `peft.LoraConfig`. A whole-number alpha is an int, as other programs expect."""
         alpha = int(self.alpha) if float(self.alpha).is_integer() else self.alpha
         given = {"r": self.rank, "lora_alpha": alpha, "use_rslora": self.rslora, "lora_dropout": self.dropout}
         return {**given, "bias": "none"}
@@ -166,7 +166,7 @@ def _whole_name(attached: AttachedModel, module: str) -> str:
 def draw_pairs(
     shapes: Mapping[str, tuple[int, ...]], rng: RandomStream, private_b_std: float = 0.0
 ) -> dict[str, Tensor]:
-    """Draw factors of these names and shapes: every A uniform within 1/sqrt(d_in), every B zero.
+    """Draw factors with these names and shapes: every A uniform in [-1/sqrt(d_in), 1/sqrt(d_in)], every B zero.
 
     A private B is zero too, unless `private_b_std`, the standard deviation of its entries, is above 0.
     """
@@ -181,7 +181,7 @@ def draw_pairs(
 
 
 def example_weights(rank: int, pairs: tuple[str, ...]) -> Spec:
-    """Return specs of three layers of unequal widths; a method that shares the top two keeps one private."""
+    """Return specs for three layers of different widths; a method that shares the top two keeps one private."""
     return {
         f"{module}.{pair}_{side}": ParamSpec((rank, d_in) if side == "A" else (d_out, rank))
         for module, (d_in, d_out) in _WIDTHS.items()
@@ -193,7 +193,7 @@ def example_weights(rank: int, pairs: tuple[str, ...]) -> Spec:
 def explain_unfit(targets: str, reason: str) -> ConfigError:
     """Return the error for targets that match no linear layer."""
     return ConfigError(
-        f'adapter.targets: expected "all-linear" or a regular expression over the names of linear layers, '
+        f'adapter.targets: expected "all-linear" or a regular expression for the names of linear layers, '
         f'found "{targets}" ({reason})'
     )
 
@@ -222,14 +222,14 @@ def require_targets(model: Any, targets: str) -> None:
 
 
 def _listed(targets: str) -> list[str]:
-    """Return the names from which `name_pattern` made `targets`; none if it is a regular expression by a user."""
+    """Return the names from which `name_pattern` built `targets`; none if it is a user's regular expression."""
     escaped = targets.removeprefix(f"{_ANY_PARENT}(").removesuffix(")").split("|")
     names = [re.sub(r"\\(.)", r"\1", each) for each in escaped]
     return names if name_pattern(names) == targets else []
 
 
 def chosen_modules(model: Any, targets: str) -> dict[str, nn.Module]:
-    """Return the layers that PEFT would choose, by name."""
+    """Return the layers that PEFT would select, by name."""
     from transformers import PreTrainedModel
     from transformers.pytorch_utils import Conv1D
 
@@ -249,8 +249,8 @@ def chosen_modules(model: Any, targets: str) -> dict[str, nn.Module]:
     if experts := sorted(expert_layers.find_expert_layers(model, modules)):
         known = sorted({name.rpartition(".")[2] for name in chosen_modules(model, "all-linear")})
         raise ConfigError(
-            f"adapter.targets: expected layers outside of the experts, found {experts[0]}, a name that PEFT reads as "
-            f"that of experts in this base, so that it could not load the adapter; choose among {', '.join(known)}"
+            f"adapter.targets: expected layers outside of the experts, found {experts[0]}, which PEFT treats as an "
+            f"expert name in this base, so it could not load the adapter; choose from {', '.join(known)}"
         )
     return modules
 

@@ -1,11 +1,11 @@
-"""A prefix before every layer of a causal language model, and the layer-sharing proxy that carries the same prefix.
+"""A prefix before every layer of a causal language model, and the layer-sharing proxy that uses the same prefix.
 
-    prefix[l, 0], prefix[l, 1] = keys and values, heads x length x head width, that layer l finds in its cache
-    proxy: layer l is cell l mod c, so c layers stand for all of them and the prefix fits both models
+    prefix[l, 0], prefix[l, 1] = the keys and values, heads x length x head width, in layer l's cache
+    proxy: layer l is cell l mod c, so c layers stand for all layers, and the prefix fits both models
 
-The prefix is in the cache of transformers; tokens and their positions follow it. Keys have the
-form of the cache: after rotation, if the model has rotary embeddings. Layers that share a cell share its
-parameters, but each keeps its own index.
+The prefix is placed in transformers' cache; the tokens and their positions come after it. Keys are stored as in the
+cache: after rotation, if the model has rotary embeddings. Layers that share a cell share its parameters, but each keeps
+its own index.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _STD = 0.02
 @final
 @dataclass(frozen=True)
 class PrefixAdapter(Adapter):
-    """Trained keys and values before every layer of a causal language model, or of a proxy of it (Li, Liang 2021).
+    """Trained keys and values before every layer of a causal language model, or of its proxy (Li, Liang 2021).
 
     Attributes:
         length: number of prefix tokens.
-        cells: 0 uses the model's own layers, frozen. A positive number builds a proxy from that many of its
-            first layers, repeated to the model's depth. All tensors of the proxy (cells, embeddings, norms,
-            head) are then trained and exchanged along with the prefix.
+        cells: 0 uses the model's own layers, frozen. A positive number builds a proxy from that many of its first
+            layers, repeated to the model's depth. All tensors of the proxy (cells, embeddings, norms, head) are then
+            trained and exchanged along with the prefix.
     """
 
     mount: ClassVar[Mount] = "cache"
@@ -72,10 +72,10 @@ class PrefixAdapter(Adapter):
     def check(self, train: TrainConfig) -> None:
         if train.packing:
             raise ConfigError(
-                'train.packing: expected false with an adapter of kind "prefix", which needs each '
-                "example in a row of its own, found true; set it to false"
+                'train.packing: expected false with an adapter of kind "prefix", which needs a separate '
+                "row for each example, found true; set it to false"
             )
-        if train.gradient_checkpointing or train.compile:  # recomputed layers ignore the cache that a prefix lies in
+        if train.gradient_checkpointing or train.compile:  # recomputed layers ignore the cache that holds the prefix
             raise ConfigError(
                 'train.gradient-checkpointing, train.compile: expected false with an adapter of kind "prefix", found '
                 "true; set them to false"
@@ -89,14 +89,14 @@ class PrefixAdapter(Adapter):
     @override
     @torch.no_grad()
     def read(self, model: Any, rng: RandomStream) -> dict[str, Tensor]:
-        """Return the keys and values of `length` random tokens, which the model treats like a text.
+        """Return the keys and values of `length` random tokens, which look like text to the model.
 
-        Keys and values from a normal distribution would raise the loss by one nat.
+        Normally distributed keys and values would raise the loss by one nat.
         """
         vocabulary = model.config.get_text_config().vocab_size
         drawn = [rng.choice(vocabulary, 1)[0] for _ in range(self.length)]
         ids = torch.tensor([drawn], device=next(model.parameters()).device)
-        output = model.forward(input_ids=ids, use_cache=True)  # without the hook that puts a prefix in
+        output = model.forward(input_ids=ids, use_cache=True)  # bypasses the hook that inserts a prefix
         cache = getattr(output, _cache_argument(model))
         layer_prefixes = [torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]
         return {NAME: torch.stack(layer_prefixes).float().cpu()}
@@ -114,7 +114,7 @@ class PrefixAdapter(Adapter):
         """Attach the prefix and, if `cells` is positive, make the layers share their parameters.
 
         Raises:
-            ConfigError: the model takes no cache, has no list of layers, or fewer than `cells`.
+            ConfigError: the model takes no cache, has no list of layers, or has fewer layers than `cells`.
         """
         _cache_argument(model)
         if self.cells:
@@ -123,11 +123,11 @@ class PrefixAdapter(Adapter):
         where = next(model.parameters()).device
         model.register_parameter(NAME, nn.Parameter(torch.zeros(prefix_shape(model, self.length), device=where)))
         model.register_forward_pre_hook(_before, with_kwargs=True)
-        return {name: p for name, p in model.named_parameters() if p.requires_grad}  # a shared parameter comes once
+        return {name: p for name, p in model.named_parameters() if p.requires_grad}  # a shared parameter appears once
 
     @override
     def save(self, folder: Path, attached: AttachedModel, weights: Weights) -> None:
-        """Write PEFT's format of prefix tuning, or FedVeil's for a proxy: PEFT has none for shared layers."""
+        """Write PEFT's prefix-tuning format, or FedVeil's own for a proxy: PEFT has no format for shared layers."""
         if self.cells:
             export.write_native(folder, self, weights, attached.base)
             return
@@ -137,7 +137,7 @@ class PrefixAdapter(Adapter):
         PrefixTuningConfig(
             num_virtual_tokens=length,
             num_layers=layers,
-            num_attention_heads=heads,  # of keys and values
+            num_attention_heads=heads,  # key/value heads
             token_dim=heads * width,
             num_transformer_submodules=1,
             **export.adapter_metadata(attached),
@@ -148,7 +148,7 @@ class PrefixAdapter(Adapter):
 
 
 def prefix_shape(model: Any, length: int) -> tuple[int, ...]:
-    """Return (layers, 2, heads of keys and values, length, width of a head)."""
+    """Return (layers, 2, key/value heads, length, head width)."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -156,22 +156,22 @@ def prefix_shape(model: Any, length: int) -> tuple[int, ...]:
 
 
 def _cache_argument(model: Any) -> str:
-    """Return the name of a model's cache: `cache` from transformers 5.24 on, before it `past_key_values`.
+    """Return the name of the model's cache argument: `cache` since transformers 5.24, before that `past_key_values`.
 
-    A forward with keyword arguments accepts a cache of the wrong name and ignores it, prefix included.
+    A forward that takes any keyword arguments accepts a cache under the wrong name and ignores it, prefix included.
     """
     names = inspect.signature(type(model).forward).parameters
     for name in ("cache", "past_key_values"):
         if name in names:
             return name
     raise ConfigError(
-        f"task.model: expected a model whose forward takes a cache (cache or past_key_values), in which a prefix lies; "
+        f"task.model: expected a model whose forward takes a cache (cache or past_key_values) to hold the prefix, "
         f"found {type(model).__name__}; use another model or a method without a prefix"
     )
 
 
 def _share(model: Any, cells: int) -> None:
-    """Replace layer l by a copy of layer l mod `cells` with the same parameters and the index l."""
+    """Replace layer l with a copy of layer l mod `cells` that has the same parameters and the index l."""
     depth = model.config.get_text_config().num_hidden_layers
     layers = next((m for m in model.base_model.children() if isinstance(m, nn.ModuleList) and len(m) == depth), None)
     if layers is None or cells > depth:

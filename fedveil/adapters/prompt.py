@@ -1,4 +1,4 @@
-"""Context vectors before the class names of a frozen CLIP."""
+"""Context vectors before the class names of a frozen CLIP model."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ __all__ = ["PromptAdapter"]
 @final
 @dataclass(frozen=True)
 class PromptAdapter(Adapter):
-    """Context vectors before the class names of a frozen CLIP, in the space of its token embeddings (Zhou et al. 2022).
+    """Context vectors before a frozen CLIP model's class names, in its token embedding space (Zhou et al. 2022).
 
-    b = length, d = the width of the token embeddings, k = rank. All tensors start from N(0, std^2).
+    b = length, d = the width of the token embeddings, k = rank. All tensors are initialized from N(0, std^2).
 
-    | form | further tensors | the text of a class has the context |
+    | form | further tensors | context in a class's text |
     |---|---|---|
     | "one" | | prompt |
     | "sum" | `prompt.local` (b x d) | prompt + prompt.local |
     | "factored" | `prompt.u` (b x k), `prompt.v` (k x d) | prompt + prompt.u prompt.v |
-    | "transport" | `prompt.local` (b x d) | both, two texts; an image's patches are transported to them |
+    | "transport" | `prompt.local` (b x d) | two texts, one per prompt; an image's patches are transported to both |
 
     Attributes:
         length: b, the number of context vectors.
-        form: see above.
+        form: one of the forms in the table.
         rank: k, for the form "factored".
         std: standard deviation of the initial entries.
-        mass: gamma of the form "transport", the fraction of an image's patches that is transported.
-        contrast: mu of the form "factored", the weight of the contrastive term in the loss; 0 = none.
+        mass: gamma for the form "transport", the fraction of an image's patches that is transported.
+        contrast: mu for the form "factored", the weight of the contrastive term in the loss; 0 = none.
         temperature: temperature of the contrastive term.
     """
 
@@ -102,7 +102,7 @@ class PromptAdapter(Adapter):
         """Freeze `model` and return the prompt's parameters, on the model's device but outside its layers.
 
         Raises:
-            ConfigError: the model is not a CLIP, or the context leaves no room for a class name in the text tower.
+            ConfigError: this is not a CLIP model, or the context leaves no room for a class name in the text tower.
         """
         if not hasattr(model, "text_model"):
             raise ConfigError(
@@ -121,5 +121,5 @@ class PromptAdapter(Adapter):
 
     @override
     def save(self, folder: Path, attached: AttachedModel, weights: Weights) -> None:
-        """Write FedVeil's format; PEFT has none for vectors before class names."""
+        """Write FedVeil's own format; PEFT has no format for vectors before class names."""
         export.write_native(folder, self, weights, attached.base)

@@ -1,17 +1,17 @@
-"""Prompts as tensors: the contexts of each form of `fedveil.adapters.prompt.PromptAdapter`, and the logits from
-their texts.
+"""Prompts as tensors: the contexts for each form of `fedveil.adapters.prompt.PromptAdapter`, and the texts' logits.
 
-b = length, d = width of the token embeddings, D = of the common space, M = patches, C = classes. All features
+b = length, d = width of the token embeddings, D = width of the joint space, M = patches, C = classes. All features
 have norm 1.
 
-    logit_c = s <f, t_c>                                                 one text a class, f the image
-    logit_c = s sum_mp T_mp <f_m, t_cp>                                  two texts a class, f_m its patches      (1)
+    logit_c = s <f, t_c>                                                 one text per class, f the image
+    logit_c = s sum_mp T_mp <f_m, t_cp>                                  two texts per class, f_m its patches    (1)
     T = argmin <T, 1 - F> - eps H(T),  T 1 <= 1 / M,  T^T 1 = gamma / 2   no gradient flows through T            (2)
         by scaling: T = diag(u) K diag(v),  K = exp((F - 1) / eps)
                     u <- min(1, (1 / M) / K v),  v <- (gamma / 2) / K^T u
     R = mean_c ln(1 + exp((<t_G, t_own> - <t_G, t_0>) / tau))             the contrastive term                   (3)
 
-t_0: the text with the placeholder "X X ... X" as context, t_G: with the shared prompt, t_own: with the site's own.
+t_0: the text with the placeholder "X X ... X" as context; t_G: with the shared prompt; t_own: with the site's own
+prompt.
 (1) and (2): Li et al., FedOTP, CVPR 2024. (3): Cui et al., FedPGP, ICML 2024.
 """
 
@@ -28,7 +28,7 @@ from fedveil.adapters.prompt import PromptAdapter
 from fedveil.errors import ConfigError
 
 SHARED = "prompt"  # the tensor that every form has, and that sites send
-EPSILON, ITERATIONS, TOLERANCE = 0.01, 100, 1e-3  # of Eq. 2; the last in ln u
+EPSILON, ITERATIONS, TOLERANCE = 0.01, 100, 1e-3  # for Eq. 2; the tolerance applies to ln u
 
 
 def check_form(adapter: PromptAdapter, forms: tuple[str, ...]) -> None:
@@ -79,16 +79,16 @@ def transport_plan(
 
     | case | result |
     |---|---|
-    | mass = 1 | rows bind: the balanced problem |
-    | equal columns | equal columns |
-    | costs of 2 with epsilon 0.01 | finite: nothing is exponentiated before it is divided |
-    | one problem among others | the loop ends when all have converged, so its last digits depend on the others |
+    | mass = 1 | row constraints are tight: the balanced problem |
+    | equal columns of `similarity` | equal columns of T |
+    | costs of 2 with epsilon 0.01 | finite: nothing is exponentiated before the division |
+    | a batch of problems | the loop ends when all have converged, so a problem's last digits depend on the others |
     """
     points, prompts = similarity.shape[-2:]
     log_k = (similarity - 1) / epsilon
     log_column = math.log(mass / prompts)
     log_u = torch.zeros_like(log_k[..., :1])
-    log_v = log_column - torch.logsumexp(log_k, -2, keepdim=True)  # first: with a smaller v no row would seem to bind
+    log_v = log_column - torch.logsumexp(log_k, -2, keepdim=True)  # v first: a smaller v would make all rows look slack
     for _ in range(iterations):
         before = log_u
         log_u = (-math.log(points) - torch.logsumexp(log_k + log_v, -1, keepdim=True)).clamp(max=0.0)
@@ -104,6 +104,6 @@ def contrastive_loss(
     of_own: Float[Tensor, "classes D"],
     temperature: float,
 ) -> Float[Tensor, ""]:
-    """Return R of Eq. 3, which pulls the shared text towards the placeholder's and away from the site's own."""
+    """Return R of Eq. 3, which pulls the shared text toward the placeholder text and away from the site's own text."""
     positive, negative = (of_shared * placeholder).sum(-1), (of_shared * of_own).sum(-1)
     return torch.nn.functional.softplus((negative - positive) / temperature).mean()

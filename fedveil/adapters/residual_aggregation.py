@@ -1,28 +1,27 @@
-"""Exact mean of the products B_i A_i: R (ResidualLoraAdapter) takes the part that the factors cannot represent.
+"""Exact mean of the products B_i A_i: R (ResidualLoraAdapter) absorbs the part that the factors cannot represent.
 
     W_t = W_0 + scale (R_t + B_t A_t),    R_{t+1} = R_t + D_t,    D_t = U_t V_t where the factors are smaller than D_t
 
-R_t is dense: it is the sum of all D so far. A site that took part in the last completed round has
-R_{t-1} and gets U V. Any other site gets the whole R_t. So a site keeps R on its disk and adds the same
-changes as the server, in the same order. Both then hold the same entries, except for rounding that
-differs by machine.
+R_t is dense: it is the sum of all D so far. A site that took part in the last completed round has R_{t-1} and gets U V.
+Any other site gets the whole R_t. So a site keeps R on its disk and adds the same changes as the server, in the same
+order. Both then hold the same entries, except for rounding differences between machines.
 
 | broadcast | receiver | sent in addition to the pairs |
 |---|---|---|
 | "start" | all sites, while R is zero | nothing |
-| "step" | a site whose upload was in the last sums | U (d_out x k) and V (k x d_in) a layer, of any rank k |
-| "whole" | any other site, or all sites where D has no such factors | R, dense |
+| "step" | a site whose upload was in the last sums | U (d_out x k) and V (k x d_in) for each layer, of any rank k |
+| "whole" | any other site, or all sites if D has no such factors | R, dense |
 
-U V equals D to within 1e-6 of the norm of the averaged values. It is found by a sketch, and its error is
-measured (`low_rank.factor_pair`). R then adds U V itself, so that server and sites agree. k is at most
-the sum of the ranks sent, plus the rank of one more pair where the new pairs are rounded. It is also at
-most `_most`, the largest rank at which the factors have no more entries than D. A median of products has
-full rank, and so has a secure sum, which is rounded: the server then sends the whole R. R and the
-factors are fp32 for any wire dtype, because they accumulate over the run.
+U V equals D to within 1e-6 of the norm of the averaged values. It is computed with a sketch, and its error is measured
+(`low_rank.factor_pair`). U V itself is then added to R, so that server and sites agree. k is at most the sum of the
+ranks sent, plus the rank of one more pair if the new pairs are rounded. It is also at most `_most`, the largest rank at
+which the factors have no more entries than D. A median of products has full rank, and so does a secure sum, because it
+is rounded: the server then sends the whole R. R and the factors are fp32 for any wire dtype, because they accumulate
+over the run.
 
-| bytes, for each layer | |
+| memory | bytes per layer |
 |---|---|
-| the server's state, and its checkpoint | R, and room for U and V: at most twice 4 d_out d_in |
+| the server's state, and its checkpoint | R, and space for U and V: at most twice 4 d_out d_in |
 | a site's private state | R: 4 d_out d_in |
 | the sums of a round | the mean product: 4 d_out d_in, however many sites there are |
 """
@@ -54,7 +53,7 @@ _LOST = 1e-6  # relative to the norm of the average
 
 
 def start_state(spec: Spec, weights: Weights) -> FederatedState:
-    """Return the server's state with the pairs and R of `weights`, and no step."""
+    """Return the server's initial state, with the pairs and R from `weights` and no step."""
     room: dict[str, Tensor] = {}
     for module in factor_modules(factor_names(spec)):
         d_out, d_in = spec[module + RESIDUAL].shape
@@ -68,7 +67,7 @@ def _most(d_out: int, d_in: int) -> int:
 
 
 def server_model(server: FederatedState) -> dict[str, Tensor]:
-    """Return the tensors of the spec."""
+    """Return the tensors in the spec, without the steps."""
     return {name: w for name, w in server.tensors.items() if not name.startswith(_STEP)}
 
 
@@ -90,11 +89,11 @@ def make_broadcast(server: FederatedState, pairs: Mapping[str, Tensor], ctx: Rou
 
 
 def apply_broadcast(private: FederatedState | None, down: Payload, spec: Spec) -> dict[str, Tensor]:
-    """Return the server's R.
+    """Return the server's R, as rebuilt at the site.
 
     Raises:
-    StateError: the site has no R to add a step to.
-    WireError: U and V do not form a pair.
+        StateError: the site has no R to add a step to.
+        WireError: U and V do not form a pair.
     """
     tensors = payload_tensors(down)
     shapes = residual_names(spec)
@@ -105,7 +104,7 @@ def apply_broadcast(private: FederatedState | None, down: Payload, spec: Spec) -
     if private is None:
         raise StateError(
             "private state: expected the residual of an earlier participation (only its change was sent), found "
-            "none; the server sends the whole residual at the next participation"
+            "none; the server will send the whole residual at the next participation"
         )
     return {name: w + _change(tensors, name.removesuffix(RESIDUAL)) for name, w in private.tensors.items()}
 
@@ -145,7 +144,7 @@ def settle_residual(
 ) -> FederatedState:
     """Return the next state with these pairs; if `subtracted`, their product is subtracted from the mean product.
 
-    `ranks`: the largest possible rank of a change. Either all layers have a step, or none has.
+    `ranks`: the largest possible rank of a change. Either all layers have a step, or none do.
     """
     r, steps, known = dict[str, Tensor](), dict[str, Tensor](), True
     for module in factor_modules(pairs):

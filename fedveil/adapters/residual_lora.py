@@ -1,16 +1,15 @@
-"""LoRA with a change of the base: one low-rank pair per layer, and a residual that no training step changes.
+"""LoRA with a changing base: one low-rank pair per layer, and a residual that training steps do not change.
 
     y = W_0 x + b + scale * (R x + B A x)
 
-R is d_out x d_in, fp32, initially zero, and as large as the layer's own weight. The base itself stays as
-it is on disk, even where it is quantized, and the server determines R. R costs a product as large as the
-layer's own in each forward and backward pass. It needs no gradient, no optimizer state and no
-per-example gradients.
+R is d_out x d_in, fp32, initially zero, and as large as the layer's own weight. The base itself stays as it is on disk,
+even if it is quantized, and the server determines R. In each forward and backward pass, R costs a matrix product as
+large as the layer's own. It needs no gradient, no optimizer state and no per-example gradients.
 
 | layer | treatment |
 |---|---|
-| nn.Linear, also quantized by bitsandbytes | called unchanged; only the change is added |
-| transformers' Conv1D (GPT-2), whose weight is d_in x d_out | likewise; R and the pair are as for nn.Linear |
+| nn.Linear, also quantized by bitsandbytes | called unchanged; the change is added to its output |
+| transformers' Conv1D (GPT-2), whose weight is d_in x d_out | the same; R and the pair are as for nn.Linear |
 | the output embedding | excluded from "all-linear", as in PEFT |
 """
 
@@ -33,7 +32,7 @@ from fedveil.rng import RandomStream
 __all__ = ["ResidualLoraAdapter"]
 
 RESIDUAL = ".residual"
-_LOST = 1e-6  # relative to the norm of R, at most, when it is written as a pair
+_LOST = 1e-6  # maximum error, relative to the norm of the change, when it is written as a pair
 T = TypeVar("T")
 
 
@@ -70,15 +69,15 @@ class ResidualLoraAdapter(LowRankPairsAdapter):
 
     @override
     def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: RandomStream, base: Weights) -> dict[str, Tensor]:
-        """Draw A uniformly within 1/sqrt(d_in); B and R are zero."""
+        """Draw A uniformly from [-1/sqrt(d_in), 1/sqrt(d_in)]; B and R are zero."""
         return low_rank_pairs.draw_pairs(shapes, rng)
 
     @override
     def as_lora(self, weights: Weights) -> tuple[LoraFields, dict[str, Tensor]]:
-        """Return the same change as one pair per layer, of the rank of R + B A: up to the layer's smaller width.
+        """Return the same change as one pair per layer, with the rank of R + B A: up to the layer's smaller width.
 
-        The pair comes from a singular value decomposition without the smallest values, to 1e-6 of the change's
-        norm. Layers of lower rank are padded with zeros, because PEFT requires one rank.
+        The pair comes from a singular value decomposition that drops the smallest values, with an error of at most
+        1e-6 of the change's norm. Layers of lower rank are padded with zeros, because PEFT requires a single rank.
         """
         changes = {m: weights[m + RESIDUAL] + _product(weights, m) for m in _modules(weights)}
         if not any(bool(r.any()) for r in residual_names(weights).values()):
@@ -98,7 +97,7 @@ class ResidualLoraAdapter(LowRankPairsAdapter):
         Names are `<module>.lora_A`, `.lora_B` and `.residual`; the last requires no gradient.
 
         Raises:
-            ConfigError: `targets` matches no layer, or a module that is not a linear layer.
+            ConfigError: `targets` matches no layer, or matches a module that is not a linear layer.
         """
         chosen = low_rank_pairs.chosen_modules(model, self.targets)
         model.requires_grad_(False)
@@ -118,7 +117,7 @@ def _product(weights: Weights, module: str) -> Tensor:
 def _split(change: Float[Tensor, "d_out d_in"]) -> tuple[Float[Tensor, "d_out k"], Float[Tensor, "k d_in"]]:
     """Return a pair of the smallest rank, at least 1, whose product is the change to within `_LOST`."""
     u, s, v = torch.linalg.svd(change.double(), full_matrices=False)
-    left_out = s.square().flip(0).cumsum(0).flip(0).sqrt()  # norm of the loss if values from here on are
+    left_out = s.square().flip(0).cumsum(0).flip(0).sqrt()  # norm of the error if values from this one on are dropped
     rank = max(1, int((left_out > _LOST * left_out[0]).sum()))
     return (u[:, :rank] * s[:rank]).to(change), v[:rank].to(change)
 
@@ -130,7 +129,7 @@ class ResidualLinear(low_rank_pairs.LowRankLinear):
     Attributes:
         base_layer: the frozen layer.
         lora_A, lora_B: the pair, r x d_in and d_out x r.
-        residual: d_out x d_in; it requires no gradient.
+        residual: d_out x d_in; it does not require a gradient.
     """
 
     def __init__(self, base_layer: nn.Module, adapter: ResidualLoraAdapter) -> None:
@@ -140,7 +139,7 @@ class ResidualLinear(low_rank_pairs.LowRankLinear):
 
     @override
     def forward(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_out"]:
-        """Return the sum of the frozen layer's output and the change's, in the former's dtype."""
+        """Return the frozen layer's output plus the change's output, in the dtype of the frozen layer's output."""
         out: Tensor = self.base_layer(x)
         x = x.to(self.residual.dtype)
         linear = nn.functional.linear

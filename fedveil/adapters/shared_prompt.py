@@ -1,9 +1,9 @@
-"""Both halves of methods whose clients share one prompt and keep their other parts (FedOTP, FedPGP).
+"""Both halves of methods whose clients share one prompt and keep the other parts to themselves (FedOTP, FedPGP).
 
-    all parts <- local epochs from (the shared prompt of the round, the stored own parts)         client
-    shared <- sum_i (n_i / n) shared^i                                                            server
+    all parts <- local epochs from (the round's shared prompt, the client's stored private parts)   client
+    shared <- sum_i (n_i / n) shared^i                                                              server
 
-The server's state has neutral tensors for the own parts too, so its model uses only the shared prompt.
+The server's state contains neutral tensors for the private parts, so its model uses only the shared prompt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def shared_names(tensors: Mapping[str, T]) -> dict[str, T]:
-    """Return the averaged entry."""
+    """Return the shared entry, which the server averages."""
     return {SHARED: tensors[SHARED]}
 
 
@@ -39,11 +39,10 @@ def private_names(tensors: Mapping[str, T]) -> dict[str, T]:
 
 
 def private_state(adapter: PromptAdapter, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return all tensors, with own parts that leave the model equal to that of the shared prompt.
+    """Return all tensors, with neutral private parts: the model then depends only on the shared prompt.
 
-    The own parts are zeros, or for the form "transport" equal to the shared prompt.
-
-    `tensors` gives the shared prompt and the shapes of the own parts.
+    The private parts are zeros, or for the form "transport", copies of the shared prompt. `tensors` provides the shared
+    prompt and the shapes of the private parts.
     """
     prompt = tensors[SHARED]
     if adapter.form == "transport":
@@ -58,7 +57,7 @@ def start_state(
     spec: Spec,
     stream: RandomStream,
 ) -> dict[str, Tensor]:
-    """Return a site's initial tensors: the received shared prompt and its own parts, stored or, at first, drawn."""
+    """Return a site's tensors for a round: the received shared prompt, and its private parts, stored or newly drawn."""
     shapes = {name: tensor.shape for name, tensor in spec.items()}
     own_tensors = private.tensors if private is not None else private_names(adapter.draw(shapes, stream, {}))
     return as_spec({**own_tensors, **shared_names(received)}, spec)
@@ -67,12 +66,13 @@ def start_state(
 class SharedPromptMethod(Method):
     """Base class with both halves of a method that shares one prompt and keeps the other parts at the site.
 
-    It is not a dataclass: each method declares its fields.
+    It is not a dataclass: each method declares its own fields.
 
     Attributes:
-        adapter: the prompt, of a form that has private parts.
+        adapter: the prompt adapter, in a form that has private parts.
         wire_dtype: dtype on the wire in both directions; sums are always fp32.
-        upload_bits: bits per code of the uploaded prompt, 2 to 8, with a scale per 256 weights; 0: not quantized.
+        upload_bits: bits per entry of the uploaded prompt, 2 to 8, with one scale per 256 entries; 0 disables
+            quantization.
     """
 
     adapter: PromptAdapter
@@ -80,7 +80,7 @@ class SharedPromptMethod(Method):
     upload_bits: int
 
     def __post_init__(self) -> None:
-        self._uploads  # noqa: B018  # it checks the bits
+        self._uploads  # noqa: B018  # this access checks upload_bits
 
     @property
     def _uploads(self) -> UploadQuantization:
@@ -102,7 +102,7 @@ class SharedPromptMethod(Method):
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Train all parts for the local epochs; send the shared prompt and store the others."""
+        """Train all parts for the local epochs; send the shared prompt and store the private parts."""
         start = start_state(self.adapter, private, payload_tensors(down), trainer.spec, ctx.rng("init"))
         trained = trainer.train(start).weights
         return FederatedState(private_names(trained)), Payload(self._uploads.sent(shared_names(trained)))
@@ -119,7 +119,7 @@ class SharedPromptMethod(Method):
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """Return the model with only the shared prompt and, if given, the one with a client's own parts."""
+        """Return the model with only the shared prompt and, if `private` is given, the one with the client's parts."""
         neutral = private_state(self.adapter, server.tensors)
         clients = {"client": {**neutral, **private.tensors}} if private is not None else {}
         return {"server": neutral, **clients}

@@ -1,1 +1,1 @@
-"""The privacy card of a run: what its parties saw, the guarantees for each party, and what is not protected."""
+"""A run's privacy card: what each party saw, what is guaranteed against each party, and what is not protected."""

@@ -1,12 +1,10 @@
 """The privacy card as data: privacy.json in a run's model folder, with all the facts on the card's pages.
 
-It has the fields that NIST SP 800-226 requires of a claim: unit, relation, parameters, trust, mechanism,
-hazards. It also has those of the deployment registry's schema (arXiv 2509.13509): who, for what, flavor,
-loss, model, accounting, implementation. A fact that has not been stated is "", and the pages say "not
-stated".
+It has the fields that NIST SP 800-226 requires for a claim: unit, relation, parameters, trust, mechanism and hazards.
+It also has those in the deployment registry's schema (arXiv 2509.13509): who, for what, flavor, loss, model, accounting
+and implementation. An unstated fact is "", and the pages say "not stated".
 
-A card may come from an untrusted source: its size is bounded, and a key unknown to this version is
-refused.
+A card may come from an untrusted source: its size is bounded, and keys unknown to this version are refused.
 """
 
 from __future__ import annotations
@@ -45,14 +43,14 @@ class _Part(BaseModel):
 
 
 class DeclaredFacts(_Part):
-    """The facts that only people can state, because the code cannot know them.
+    """Facts that only people can state, because the code cannot know them.
 
     Attributes:
-        curator: who answers for the run.
+        curator: who is responsible for the run.
         use: the purpose of the model.
         why_epsilon: the reason for the choice of epsilon, delta and unit.
-        license: the model's license, as the Hugging Face Hub names it.
-        data_sets: each site's data set, by the id that the site gave.
+        license: the model's license, by its name on the Hugging Face Hub.
+        data_sets: the ID of each site's data set, as given by the site.
     """
 
     curator: Text = ""
@@ -66,10 +64,10 @@ class RunFacts(_Part):
     """The facts that identify a run.
 
     Attributes:
-        id: 8 hex digits that distinguish runs of the same name; "" if there are none.
+        id: 8 hex digits that distinguish runs with the same name; "" if there are none.
         fields: the method's fields.
         base: the base model's name.
-        rounds: number of rounds that are in the model.
+        rounds: number of rounds that went into the model.
         scores: the last scores of the server's model.
         versions: package versions by name, as of the start.
     """
@@ -90,12 +88,12 @@ class RunFacts(_Part):
 
 
 class SentMessages(_Part):
-    """All messages of one kind that the ledger lists by field.
+    """All messages of one kind, which the disclosure ledger lists by field.
 
     Attributes:
         sites: number of messages by site.
         bytes: size of whole messages, including refused and repeated ones; `payload` counts only the tensors.
-        fields: name, codec, shape and bytes of each field, in the first such message.
+        fields: name, codec, shape and bytes of each field in the first message of this kind.
     """
 
     direction: Literal["up", "down"]
@@ -107,7 +105,7 @@ class SentMessages(_Part):
 
 
 class SiteTraffic(_Part):
-    """One site's messages in the server's record, including keys and shares of secure aggregation.
+    """One site's messages in the server's record, including the keys and shares for secure aggregation.
 
     `unsigned`: number of accepted uploads that the site did not sign.
     """
@@ -121,7 +119,7 @@ class SiteTraffic(_Part):
 
 
 class SiteRows(_Part):
-    """A site's rows that were cut, or left out because they are empty, of those that it read; as the site reported."""
+    """The numbers of rows that a site read, truncated, and dropped as empty, as the site reported them."""
 
     site: Short
     read: Count
@@ -130,7 +128,7 @@ class SiteRows(_Part):
 
 
 class DisclosureParty(_Part):
-    """A party of a run: what it saw, and what it was trusted with."""
+    """A party in a run: what it saw, and what it was trusted with."""
 
     who: Short
     saw: list[Text]
@@ -138,13 +136,13 @@ class DisclosureParty(_Part):
 
 
 class SiteCost(_Part):
-    """An upper bound on what the run cost a site's examples, from what the site reported.
+    """An upper bound on the epsilon charged to a site's examples, based on the site's reports.
 
     Attributes:
         against_all: epsilon against the server and all other sites together, if the noise is in the sum.
         mu: mu of Gaussian differential privacy; None if it is unknown.
         mu_down_to: mu bounds every epsilon whose delta is at least this; 0 if mu is exact.
-        unknown: why there are no values; "" if there are.
+        unknown: why there are no values; "" if there are values.
     """
 
     site: Short
@@ -166,7 +164,7 @@ class PartyBound(_Part):
 
 
 class PrivacyGuaranteeEntry(_Part):
-    """The formal guarantee of a run, or the statement that it has none.
+    """A run's formal guarantee, or a statement that it has none.
 
     Attributes:
         formal: True if a bound holds against some adversary.
@@ -176,7 +174,7 @@ class PrivacyGuaranteeEntry(_Part):
         sampling: how batches are drawn, as far as it affects epsilon.
         against: the epsilon against each party.
         for_the_board: three sentences for an ethics board; [] without a figure that holds against the server.
-        nominal: an epsilon that the method was given but does not keep.
+        nominal: an epsilon that the method was given but does not guarantee.
         allowed: the largest epsilon that a site's ledger allows for a record.
         epsilon: upper bound for the most charged site.
         model: where the noise is added, in words.
@@ -232,7 +230,7 @@ class AttackEntry(_Part):
 
 
 class AuditSection(_Part):
-    """The results of the privacy attacks. Without an audit `measured` is false and the card claims nothing."""
+    """The results of the privacy attacks. Without an audit, `measured` is false and nothing is claimed."""
 
     measured: bool = False
     audit: Digest = ""
@@ -261,7 +259,7 @@ class RunDigests(_Part):
 
 
 class LogAnchors(_Part):
-    """Ends of audit logs, "LINES:SHA-256", at the time the card was written.
+    """The ends of the audit logs, as "LINES:SHA-256", when the card was written.
 
     Attributes:
         sites: the last anchor that each site sent with an upload of this run.
@@ -290,7 +288,7 @@ class PrivacyCard(_Part):
     audit_log: LogAnchors
 
     def to_bytes(self) -> bytes:
-        """Return the content of privacy.json; equal cards give equal bytes."""
+        """Return the content of privacy.json; equal cards have equal bytes."""
         return self.model_dump_json(indent=1).encode() + b"\n"
 
 
@@ -303,7 +301,7 @@ def parse_card(data: bytes, where: str) -> PrivacyCard:
     except (ValidationError, RecursionError) as error:
         raise StateError(
             f"{where}: expected a privacy card of version 1, found {sanitize(error, 300)}; write it again with the "
-            "version of fedveil that made it, or use another card"
+            "fedveil version that created it, or use another card"
         ) from None
 
 

@@ -1,7 +1,7 @@
 """Build a run's card from its folder: config.json, metrics.jsonl, disclosure.jsonl and the audit log.
 
-`collect_card` writes nothing. `write_card` puts privacy.json, PRIVACY.md and README.md into a model's
-folder, either all of them complete or none.
+`collect_card` writes nothing. `write_card` writes privacy.json, PRIVACY.md and README.md to a model's folder: either
+all of them, complete, or none.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class RecordedRun:
 
     Attributes:
         folder: path of the run folder.
-        id: 8 hex digits; "" where the run has none.
-        about: config.json.
-        attempts: the lines of metrics.jsonl that are attempts at a round, including those before a resume.
+        id: 8 hex digits; "" if the run has none.
+        about: the content of config.json.
+        attempts: the lines in metrics.jsonl that are attempts at a round, including those before a resume.
         messages: as returned by `fedveil.records.disclosure_ledger.read_messages`.
-        rounds: number of rounds that are in the model.
+        rounds: number of rounds that went into the model.
         scores: the last scores of the server's model.
         resumed: how many times the run was resumed.
     """
@@ -72,7 +72,7 @@ class RecordedRun:
 
     @property
     def sites(self) -> list[str]:
-        """Return every site that was asked to take part or to send its keys."""
+        """Return all sites that were asked to take part or to send their keys."""
         keys = ("cohort", "failed", "unlisted")
         asked = {site for attempt in self.attempts for key in keys for site in attempt.get(key) or []}
         return sorted(asked | {str(message["site"]) for message in self.messages})
@@ -91,7 +91,7 @@ def collect_card(
     Args:
         stated: facts that people stated.
         audited: results of attacks.
-        whole: include values that take seconds per site (mu of subsampled steps); omitted at the end of a run.
+        whole: whether to include values that take seconds per site (mu for subsampled steps); false when a run ends.
     """
     log, app = _log(run)
     in_process = [_IN_PROCESS] if run.about.get("in_process") is True else []
@@ -169,7 +169,7 @@ def _rows(attempts: Sequence[Mapping[str, Any]]) -> list[SiteRows]:
 
 
 def _log(run: RecordedRun) -> tuple[LogAnchors, str]:
-    """Return the ends of the audit logs, and the digest of the app bundle that was started last."""
+    """Return the ends of the audit logs, and the digest of the most recently started app bundle."""
     file, name = run.folder.parent / audit_log.NAME, f"{run.folder.name}-{run.id}"
     try:
         lines = audit_log.read_log(file)
@@ -191,7 +191,7 @@ def _is_anchor(found: object) -> bool:
 
 
 def write_card(folder: Path, card: PrivacyCard) -> None:
-    """Write the three files of the card to the model's folder. Raises OSError, for example on a full disk."""
+    """Write the card's three files to the model's folder. Raises OSError, for example on a full disk."""
     names = {file.name for file in folder.iterdir()}
     texts = {
         NAME: card.to_bytes(),

@@ -1,4 +1,4 @@
-"""SHA-256 of a run's inputs: its base model's files and its config."""
+"""SHA-256 digests of a run's inputs: its base model's files and its config."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def digest_file(file: Path) -> str:
 
 
 def digest_config(config: Mapping[str, Any], method: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of run config and method as compact, key-sorted JSON: {"config": {...}, "method": {...}}."""
+    """Return the SHA-256 of config and method as compact JSON with sorted keys: {"config": {...}, "method": {...}}."""
     content = {"config": dict(config), "method": dict(method)}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def digest_base_model(task: str, model: str) -> BaseModelFiles:
-    """Digest the base's files on this machine: a folder, the bundled base, or the Hub's cache. Ask no server."""
+    """Digest the base's files on this machine: a folder, the bundled base, or the Hub cache. No server is contacted."""
     folder, revision = _folder(task, model)
     if folder is None:
         return BaseModelFiles()
@@ -49,6 +49,6 @@ def _folder(task: str, model: str) -> tuple[Path | None, str]:
 
     try:
         config_path = try_to_load_from_cache(model, "config.json")
-    except HFValidationError:  # a folder that is not here
+    except HFValidationError:  # a folder that is not on this machine
         return None, ""
     return (Path(config_path).parent, Path(config_path).parent.name) if isinstance(config_path, str) else (None, "")

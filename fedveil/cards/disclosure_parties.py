@@ -1,4 +1,4 @@
-"""Sentences on who saw what in a run and was trusted with what, from the run's own record rather than its plan."""
+"""Sentences on what each party saw in a run and was trusted with, based on the run's record rather than its plan."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _server_saw(
 
 
 def _told(direction: str, messages: Sequence[Mapping[str, Any]], attempts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return sentences on the messages sent in this direction: count, bytes and scalar names."""
+    """Return sentences about the messages sent in this direction: count, bytes and scalar names."""
     sites = disclosure_summary.site_traffic(messages, attempts).values()
     if direction == "up":
         way, count, size = "from sites to the server", sum(s.up for s in sites), sum(s.up_bytes for s in sites)

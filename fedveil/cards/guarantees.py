@@ -1,4 +1,4 @@
-"""A run's formal guarantee, or the lack of one, and what stays unprotected in either case."""
+"""A run's formal guarantee, or the lack of one, and what remains unprotected in either case."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ LYING = (
 def formal_guarantees(
     method: Method, config: RunConfig, attempts: Sequence[Mapping[str, Any]], sites: Sequence[str], whole: bool
 ) -> PrivacyGuaranteeEntry:
-    """Build the guarantee's entry.
+    """Build the card's guarantee entry.
 
     Args:
-        attempts: the lines of metrics.jsonl that are attempts at a round.
-        whole: include mu of subsampled steps, which takes seconds per site.
+        attempts: the lines in metrics.jsonl that are attempts at a round.
+        whole: whether to include mu for subsampled steps, which takes seconds per site.
     """
     claim = guarantee_of(method, config)
     if claim is None:
@@ -80,12 +80,12 @@ def formal_guarantees(
 
 
 def _planned(claim: PrivacyGuarantee) -> Spent:
-    """Return the charge of one step, for a run whose charges are not known."""
+    """Return the charge for one step, for a run whose charges are unknown."""
     return claim.privacy_spent(SamplingPlan(1, 1, 1, 2, claim.budget.neighbours))
 
 
 def _against_all(known: Sequence[ServerSideBound], is_complete: bool) -> float | None:
-    """Return the largest epsilon against all others together; None if it is unknown for each site."""
+    """Return the largest epsilon against all others together; None if it is unknown for any site."""
     values = [cost.against_all for cost in known if cost.against_all is not None]
     return max(values) if values and is_complete else None
 
@@ -97,7 +97,7 @@ def _against(
     known: Sequence[ServerSideBound],
     against_all: float | None,
 ) -> list[PartyBound]:
-    """Return the epsilon against each party; [] where nothing bounds it."""
+    """Return the epsilon against each party; [] if nothing bounds it."""
     if not isinstance(worst, float):
         return []
     most = max(known, key=lambda cost: cost.epsilon, default=None)
@@ -141,7 +141,7 @@ def _site(site: str, found: ServerSideBound | str, claim: PrivacyGuarantee, whol
 
 
 def _worst(sites: Sequence[SiteCost], allowed: float) -> Epsilon:
-    """Return the most charged site's epsilon; for a site of unknown epsilon its ledger's limit `allowed` counts."""
+    """Return the most charged site's epsilon; if one is unknown, its ledger's limit `allowed` is used instead."""
     values = [
         _number(allowed) if site.epsilon == "not known" and allowed < math.inf else site.epsilon for site in sites
     ]
@@ -237,7 +237,7 @@ def _several_examples(config: RunConfig) -> str:
 def not_protected(method: Method, config: RunConfig, attempts: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return sentences on what a reader must not assume to be protected.
 
-    `attempts` are those of `formal_guarantees`.
+    `attempts`: as in `formal_guarantees`.
     """
     claim = guarantee_of(method, config)
     sentences = [
@@ -248,7 +248,7 @@ def not_protected(method: Method, config: RunConfig, attempts: Sequence[Mapping[
         "Properties of a site's examples as a whole: how many there are, what they are about, how well the model "
         "fits them.",
         "Who took part, when, and the sizes of messages.",
-        "The machines: their root users, the code that a site's policy admits, the time that a step takes.",
+        "The machines: their root users, the code a site's policy admits, and the time a step takes.",
     ]
     if claim is None or config.run.deterministic:
         sentences.insert(
@@ -279,7 +279,7 @@ def not_protected(method: Method, config: RunConfig, attempts: Sequence[Mapping[
 
 
 def _with_reports(attempts: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the sites reported with their uploads, as the rest of a sentence; "" if nothing."""
+    """Return the end of a sentence that says what sites reported with their uploads; "" if nothing."""
     names = disclosure_summary.reported_metrics(attempts)
     parts = ["each site's number of examples"] * ("num_examples" in names)
     parts += ["the losses it reported"] * any("loss" in name for name in names)
@@ -287,7 +287,7 @@ def _with_reports(attempts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _unsigned(attempts: Sequence[Mapping[str, Any]]) -> str:
-    """Return a sentence on the uploads whose sites did not sign them; "" if there are none."""
+    """Return a sentence about the uploads that sites did not sign; "" if there are none."""
     count = sum(len(disclosure_summary.unsigned_sites(attempt)) for attempt in attempts)
     accepted = sum(len(attempt.get("accepted") or []) for attempt in attempts)
     if not count:

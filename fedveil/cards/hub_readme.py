@@ -1,4 +1,4 @@
-"""README.md: the card as the Hugging Face Hub reads it, front matter first."""
+"""README.md: the card in the Hugging Face Hub's format, with front matter."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ _TASKS = {
     "text-generation": "text-generation",
     "preference": "text-generation",
     "text-classification": "text-classification",
+    "token-classification": "token-classification",
     "image-classification": "image-classification",
     "vision-language": "image-text-to-text",
     "clip-prompt": "zero-shot-image-classification",
@@ -22,7 +23,7 @@ _LOADERS = {
 
 
 def hub_page(card: PrivacyCard, files: set[str]) -> str:
-    """Return the complete README.md. `files`: names of the folder's other files, which determine the library."""
+    """Return the complete README.md. `files`: names of the folder's other files, which show which library loads it."""
     from huggingface_hub import ModelCard, ModelCardData
 
     run = card.run

@@ -1,7 +1,7 @@
-"""Upload a model's folder with its privacy card to a model repository of the Hugging Face Hub.
+"""Upload a model's folder with its privacy card to a model repository on the Hugging Face Hub.
 
-A token is always given: the one that `hf auth login` stored on this machine is never used. Every file of the folder is
-uploaded in one commit, and nothing else. A repository that others can read needs `is_public`.
+The caller must pass a token: the one that `hf auth login` stored on this machine is never used. All files in the
+folder, and nothing else, are uploaded in one commit. A publicly readable repository requires `is_public`.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ _TOKEN = re.compile(r"[\x21-\x7e]{1,500}")
 
 
 def push_to_hub(folder: Path, repo: str, token: str, is_public: bool = False) -> str:
-    """Upload the model in `folder`, which is a run folder or a model's folder with a card; return the commit's address.
+    """Upload the model in `folder`, which is a run folder or a model's folder with a card; return the commit's URL.
 
     Args:
-        folder: a run folder, whose final/ is uploaded, or what `save` and `fedveil merge` write.
-        repo: "owner/name"; the repository is created if it does not exist. Its other files stay.
-        token: a Hub token that may write.
+        folder: a run folder, whose final/ is uploaded, or a folder written by `save` or `fedveil merge`.
+        repo: "owner/name"; the repository is created if it does not exist. Its other files are kept.
+        token: a Hub token with write permission.
         is_public: whether everyone may read the repository.
 
     Raises:
-        StateError: the folder has no card, has a link, or differs from what its signatures cover.
-        ConfigError: no token, a repository of another visibility, or the Hub refuses or does not answer.
+        StateError: the folder has no card, contains a link, or differs from what its signatures cover.
+        ConfigError: there is no token, the repository's visibility differs, or the Hub refuses or does not answer.
     """
     if not _TOKEN.fullmatch(token):
-        raise ConfigError("token: expected a Hub token that may write, found none; set HF_TOKEN or give --token-file")
+        raise ConfigError(
+            "token: expected a Hub token with write permission, found none; set HF_TOKEN or give --token-file"
+        )
     model = verification.model_folder(folder)
     names = _checked_files(model)
 
-    import httpx  # slow to import, as huggingface_hub, which comes with it
+    import httpx  # slow to import, like huggingface_hub, which depends on it
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
@@ -62,18 +64,18 @@ def push_to_hub(folder: Path, repo: str, token: str, is_public: bool = False) ->
         )
     except OfflineModeIsEnabled:
         raise ConfigError("HF_HUB_OFFLINE: expected it unset to upload, found it set; unset it") from None
-    except ValueError as error:  # a name, or the front matter of README.md, that the Hub does not take
+    except ValueError as error:  # the Hub does not accept the name or README.md's front matter
         raise ConfigError(f"repository: {sanitize(error, 300)}") from None
     except (HfHubHTTPError, httpx.HTTPError, OSError, RuntimeError) as error:  # the last two: an upload of weights
         raise ConfigError(
-            f"repository {repo}: expected the Hub to take the upload, found {sanitize(error, 300)}; check the token's "
-            "permissions and the network, and try again"
+            f"repository {repo}: expected the Hub to accept the upload, found {sanitize(error, 300)}; check the "
+            "token's permissions and the network, and try again"
         ) from None
     return str(commit.commit_url)
 
 
 def _checked_files(model: Path) -> list[str]:
-    """Return the names of the files to upload. Raises StateError unless they are whole."""
+    """Return the names of the files to upload. Raises StateError if one is missing or not as signed."""
     names = sorted(name for name in in_toto.digest_files(model) if not in_toto.is_of_the_hub(name))
     for needed in (card.PAGE, _README):
         if needed not in names:

@@ -1,6 +1,6 @@
-"""PRIVACY.md: the card in words. It is computed only from the card's data, so equal cards have equal pages.
+"""PRIVACY.md: the card as a readable page. It is computed only from the card's data, so equal cards have equal pages.
 
-Texts in a card are untrusted, so every markup character in them is escaped.
+Texts in a card are untrusted, so all markup characters in them are escaped.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _guarantee(of: PrivacyGuaranteeEntry) -> list[str]:
 
 
 def _board(of: PrivacyGuaranteeEntry) -> list[str]:
-    """Return the section for an ethics board; [] if there is nothing to tell one."""
+    """Return the section for an ethics board; [] if the card has no sentences for one."""
     if not of.for_the_board:
         return []
     numbered = "\n".join(f"{number}. {plain_text(words)}" for number, words in enumerate(of.for_the_board, 1))

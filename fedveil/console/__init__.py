@@ -1,1 +1,1 @@
-"""The `fedveil` command, with one file per sub-command."""
+"""The `fedveil` command, with one file per subcommand."""

@@ -1,13 +1,13 @@
-"""The commands of `fedveil`: files below `commands/`, and modules of installed packages.
+"""The `fedveil` commands: files under `commands/`, and modules of installed packages.
 
-| of a command | in a file below `commands/` | in another package |
+| command attribute | for a file under `commands/` | for another package |
 |---|---|---|
-| its name | the file's name | the name of its entry point in the group `fedveil.commands` |
-| its group in `fedveil --help` | the file's folder | `COMMAND_GROUP = "site"` in the module, or "from other packages" |
+| name | the file name | the name of its entry point in the `fedveil.commands` group |
+| group in `fedveil --help` | the folder name | `COMMAND_GROUP = "site"` in the module, or "from other packages" |
 
-A module of another package has `add_arguments` and the docstring of a command, as described in fedveil/console/main.py.
-FedVeil's own files come first: no package can replace a FedVeil command. Only the chosen command is imported; the
-summaries of the others are read from their source.
+A module from another package has `add_arguments` and a command docstring, as described in fedveil/console/main.py.
+FedVeil's own files come first, so no package can replace a FedVeil command. Only the chosen command is imported; the
+other commands' summaries are read from their source code.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ OTHER_GROUP = "from other packages"
 
 @dataclass(frozen=True)
 class CommandSource:
-    """Location of a command: its module, not imported yet.
+    """A command's location: its module, not yet imported.
 
     Attributes:
         module: its import name.
         group: its group in `fedveil --help`.
-        summary: one line on what it does.
-        is_own: true for a file below `commands/`.
+        summary: a one-line description.
+        is_own: true for a file under `commands/`.
     """
 
     name: str
@@ -47,7 +47,7 @@ class CommandSource:
         """Import the command's module.
 
         Raises:
-            ConfigError: two packages provide a command of this name, or the package's command does not load.
+            ConfigError: two packages provide a command with this name, or the package's command fails to load.
         """
         if self.is_own:
             return importlib.import_module(self.module)
@@ -56,7 +56,7 @@ class CommandSource:
 
 
 def list_commands() -> dict[str, CommandSource]:
-    """Return every command by its name."""
+    """Return all commands by name."""
     own = {name: _own_command(file) for name, file in _own_files().items()}
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
         if point.name not in own:
@@ -65,7 +65,7 @@ def list_commands() -> dict[str, CommandSource]:
 
 
 def find_command(name: str) -> CommandSource | None:
-    """Return the command of that name; None if there is none."""
+    """Return the command with that name, or None."""
     if file := _own_files().get(name):  # without searching every installed package
         return _own_command(file)
     return list_commands().get(name)
@@ -103,6 +103,6 @@ def _group(tree: ast.Module) -> str:
 
 
 def _summary(tree: ast.Module) -> str:
-    """Return the docstring's first line without the name: "`fedveil x`: does this." gives "does this"."""
+    """Return the docstring's first line without the command name: "`fedveil x`: does this." gives "does this"."""
     first = (ast.get_docstring(tree) or "").partition("\n")[0]
     return first.partition(": ")[2].rstrip(".") or first

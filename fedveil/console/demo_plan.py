@@ -1,7 +1,7 @@
-"""Plan a demo whose settings, sites or rounds differ from its own: examples kept apart, test data, and noise.
+"""Plan a demo with settings, sites or rounds other than the defaults: held-out examples, test data, and noise.
 
-Non-members must be examples that no site trains on, and noise must fit the number of examples. So of own data each site
-keeps a fifth apart, and at least ATTACKED examples if it has twice as many.
+Non-members must be examples that no site trains on, and noise must fit the number of examples. So with the user's data,
+each site holds out a fifth, and at least ATTACKED examples if it has twice as many.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class DemoPlan:
     """A planned demo.
 
     Attributes:
-        settings: the settings of all arms.
-        noise: settings of the arms with "+dp", in addition.
+        settings: the settings for all arms.
+        noise: additional settings for the "+dp" arms.
         lines: what the user should know before the start.
     """
 
@@ -55,11 +55,11 @@ def plan_demo(
 
     Args:
         given: the settings that the user gave.
-        settings: the demo's settings with those.
-        method: a method of the demo, by which the data is read.
+        settings: the demo's settings, overridden by `given`.
+        method: one of the demo's methods, used to read the data.
         sites: number of sites.
         rounds: number of rounds.
-        has_noise: whether an arm has the demo's noise.
+        has_noise: whether any arm has the demo's noise.
 
     Raises:
         ConfigError, TaskError: the ServerApp would refuse the settings, or cannot read the data.
@@ -76,33 +76,33 @@ def plan_demo(
             break
         asked = min(ATTACKED, trained), min(ATTACKED, (sum(counts) - sum(used)) // 2)
         lines.append(
-            f"site-{i}: {trained} of {count} rows trained on{f' ({_LIMIT})' if _LIMIT in given else ''}, "
-            f"{count - trained} kept apart for the attack, which gets {asked[0]} and {asked[1]}"
+            f"site-{i}: trains on {trained} of {count} rows{f' ({_LIMIT})' if _LIMIT in given else ''}, "
+            f"holds out {count - trained} for the attack, which gets {asked[0]} members and {asked[1]} non-members"
         )
         if count < 2 * ATTACKED:
             lines.append(
-                f"site-{i}: with fewer than {2 * ATTACKED} rows no interval means anything; it is attacked all the same"
+                f"site-{i}: intervals are meaningless with fewer than {2 * ATTACKED} rows; the site is attacked anyway"
             )
     if given.get(_DATA) and _EVALUATION not in given:
         planned[_EVALUATION] = str(data) if _has_test_split(planned, method, data) else ""
         lines.append(
-            f"The server scores the model on the split test of {data}"
+            f"The server scores the model on the test split of {data}"
             if planned[_EVALUATION]
-            else f"The server scores nothing: {data} has no split test; name one with --set {_EVALUATION}=FOLDER"
+            else f"The server scores nothing: {data} has no test split; name one with --set {_EVALUATION}=FOLDER"
         )
     train = parse(planned).train
     steps = count_steps(max(used), train.batch_size, train.epochs, train.max_steps)
     if given.get(_DATA):
         lines.append(
-            f"Each method takes {sites * rounds * steps:,} steps of {train.batch_size} rows in all at "
-            f"train.learning-rate = {train.learning_rate:g}; with the tiny base a step takes about a tenth of a second"
+            f"Each method takes {sites * rounds * steps:,} steps of {train.batch_size} rows in total, at "
+            f"train.learning-rate = {train.learning_rate:g}; with the tiny base, a step takes about a tenth of a second"
         )
     noise, told = _plan_noise(planned, method, used, rounds) if has_noise and _NOISE not in given else ({}, [])
     return DemoPlan(planned, noise, [*lines, *told])
 
 
 def _kept_apart(count: int) -> int:
-    """Return how many of a site's examples are kept apart: a fifth, at least ATTACKED, and at most half."""
+    """Return how many of a site's examples are held out: a fifth, at least ATTACKED, and at most half."""
     return min(max(ATTACKED, math.ceil(count / 5)), count // 2)
 
 
@@ -113,7 +113,7 @@ def _count_examples(settings: Mapping[str, Any], method: str, data: Path, sites:
 
 
 def _has_test_split(settings: Mapping[str, Any], method: str, data: Path) -> bool:
-    """Return whether a folder has a split "test"; a single file is every split, so its rows are those trained on."""
+    """Return whether a folder has a test split. A single file serves as every split, so its rows are training rows."""
     if data.is_file():
         return False
     config = parse({**settings, "method.name": method, _EVALUATION: ""})
@@ -127,11 +127,11 @@ def _has_test_split(settings: Mapping[str, Any], method: str, data: Path) -> boo
 def _plan_noise(
     settings: Mapping[str, Any], method: str, used: Sequence[int], rounds: int
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the noise for the smallest site's examples, and each site's epsilon."""
+    """Return the noise setting for the smallest site's examples, and a line with each site's epsilon."""
     own = {**DEFENSES["dp"], **settings, "method.name": method, "run.rounds": rounds}
     config, of = parse({**own, _NOISE: 1.0}), strategies.create_method(method, parse(own).method.params)
     claim = DpSgdConfig.from_config(config.dp)
-    if claim is None or claim.epsilon is None:  # the user switched the noise or its limit off
+    if claim is None or claim.epsilon is None:  # the user turned off the noise or its limit
         return {}, []
     delta, neighbours = claim.delta, claim.neighbours
     plans = [plan_sampling(of, config, neighbours, count) for count in used]

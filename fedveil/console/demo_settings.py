@@ -1,7 +1,7 @@
-"""The settings and arms of `fedveil demo`, and the figures of earlier demos with these settings. Imports no torch.
+"""The settings and arms of `fedveil demo`, and the attack figures from earlier demos. Does not import torch.
 
-They were chosen so that an attack wins: each site trains four times on 64 examples. With fewer passes over more
-examples, the figures of one method differ by as much as those of two methods.
+The settings were chosen so that attacks succeed: each site trains four times on 64 examples. With fewer passes over
+more examples, one method's figures vary as much between runs as they do between two methods.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROUNDS, SITES = 2, 3
 ATTACKED = 64  # members of each site, and non-members
 SETTINGS: Mapping[str, Any] = {
     "task.evaluation": str(DATA),
-    "task.max-tokens": 96,  # noise needs a length that does not follow the rows
+    "task.max-tokens": 96,  # noise needs a length that does not depend on the rows
     "task.examples-per-site": 64,
     "train.epochs": 2,
     "train.max-steps": 0,
@@ -28,7 +28,7 @@ SETTINGS: Mapping[str, Any] = {
     "evaluate.generate": "never",
     "run.capture-messages": True,
 }
-# 0.94 gives an epsilon of 8 (delta 1e-5) for 64 examples of a site, in batches of 8, by 2 rounds of 16 steps.
+# 0.94 gives an epsilon of 8 (delta 1e-5) for a site with 64 examples, batches of 8, and 2 rounds of 16 steps.
 DEFENSES: Mapping[str, Mapping[str, Any]] = {
     "": {},
     "secure": {"secure.enabled": True},
@@ -42,14 +42,14 @@ _OF_THE_RUN = {"method.name", "run.dir", "run.name", "task.evaluation", "cohort.
 
 @dataclass(frozen=True)
 class EarlierRange:
-    """Lowest and highest mean over the sites (times in 100) in earlier runs of one arm, each with other members."""
+    """Lowest and highest mean over the sites, in percent, across earlier runs of one arm, each with other members."""
 
     low: float
     high: float
     runs: int
 
 
-# Measured in one process; `fedveil bench demo/seeds` measures them again.
+# Measured in one process; to remeasure: `fedveil bench demo/seeds`.
 EARLIER_RANGES: Mapping[str, EarlierRange] = {
     "fedavg": EarlierRange(96, 99, 16),
     "fedrand": EarlierRange(65, 92, 6),
@@ -57,11 +57,11 @@ EARLIER_RANGES: Mapping[str, EarlierRange] = {
     "fedavg-dp": EarlierRange(46, 62, 16),
     "ffa_lora": EarlierRange(93, 98, 16),
 }
-DRAWN = {"fedrand"}  # arms whose draws move the figure by more than some points
+DRAWN = {"fedrand"}  # arms whose random draws move the figure by more than a few points
 
 
 def has_demo_settings(config: Mapping[str, Any]) -> bool:
-    """Return whether a run's config, by flat keys, is that of one of the demo's arms, unchanged."""
+    """Return whether a run's config, by flat key, equals the unchanged config of one of the demo's arms."""
     plain = {**RunConfig().flat(), **SETTINGS, "run.rounds": ROUNDS, "cohort.sites": SITES}
     return any(
         all(config.get(key) == value for key, value in (plain | dict(defense)).items() if key not in _OF_THE_RUN)

@@ -1,13 +1,13 @@
-"""The `fedveil` command. A sub-command is a file below `commands/` with `add_arguments`, or a module of another package
-that an entry point names (fedveil/console/command_list.py).
+"""The `fedveil` command. A subcommand is a file under `commands/` with `add_arguments`, or a module in another package
+that is named by an entry point (fedveil/console/command_list.py).
 
-| in a command's file | use |
+| in a command file | use |
 |---|---|
-| its name | the command's name |
-| its folder | the command's group in `fedveil --help` |
-| the first line of its docstring, "`fedveil x`: does this." | its summary in `fedveil --help` |
-| its whole docstring | the beginning of `fedveil x --help` |
-| `add_arguments(parser)` | its arguments; sets `run`, a function of the parsed arguments that returns the exit code |
+| the file name | the command name |
+| the folder | the command's group in `fedveil --help` |
+| the first line of the docstring, "`fedveil x`: does this." | the summary in `fedveil --help` |
+| the whole docstring | the beginning of `fedveil x --help` |
+| `add_arguments(parser)` | adds the arguments and sets `run`, which gets the parsed ones and returns the exit code |
 
 Only the chosen command is imported.
 """
@@ -32,45 +32,45 @@ from fedveil.sanitize import sanitize
 
 __all__ = ["main", "run_command"]
 
-# Commands that docs/ and results name, but that another of our distributions provides.
+# Commands that docs/ and results mention, but that another of our distributions provides.
 _SEPARATE = {"bench": "the package fedveil-bench (in a checkout: make bench)"}
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_TOGETHER = 1.0  # signals within so many seconds count as one
-# The groups, in the order in which a newcomer needs them. A folder not named here comes last.
+_TOGETHER = 1.0  # signals within this many seconds count as one
+# The groups, in the order in which a newcomer needs them. Any other folder comes last.
 _GROUPS = {
     "getting_started": "getting started",
     "runs": "runs",
     "site": "at a site",
-    "federation": "for the operator of a federation",
+    "federation": "for a federation's operator",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command; 2 after an error that FedVeil raised on purpose, or in a path, 130 after Ctrl-C."""
+    """Run one subcommand; return 2 after a FedVeil or path error, and 130 after Ctrl-C."""
     given = list(sys.argv[1:] if argv is None else argv)
     return _run(lambda: make_parser(given[0] if given else ""), given)
 
 
 def run_command(name: str, module: ModuleType, argv: Sequence[str] | None = None) -> int:
-    """Run the command in `module` as `main` does: for a package on PYTHONPATH, without entry points."""
+    """Run the command in `module` as `main` does, for a package on PYTHONPATH that has no entry points."""
     given = [name, *(sys.argv[1:] if argv is None else argv)]
     return _run(lambda: _command_parser(name, module), given)
 
 
 def _run(parser: Callable[[], argparse.ArgumentParser], given: Sequence[str]) -> int:
-    # Set before torch is imported: spinning threads make a busy machine many times slower.
+    # Set this before importing torch, because spinning threads make a busy machine many times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     proxies.exempt_loopback(os.environ)
-    os.environ.setdefault("PYTHONUTF8", "1")  # for child processes: rows and paths are not in the locale's encoding
+    os.environ.setdefault("PYTHONUTF8", "1")  # for children: rows and paths are not in the locale's encoding
     interrupt = _Interrupt()
-    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background job ignores it by default
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too, because shell background jobs ignore it by default
         signal.signal(number, interrupt)
     try:
         whole = parser()
         try:
             arguments = whole.parse_args(given)
         finally:
-            print(end="", flush=True)  # flush the help text: its errors are reported below, not at interpreter exit
+            print(end="", flush=True)  # flush the help text here, so that errors are reported below, not at exit
         if "run" not in arguments:  # no command was given
             whole.print_help(sys.stderr)
             return 2
@@ -80,7 +80,7 @@ def _run(parser: Callable[[], argparse.ArgumentParser], given: Sequence[str]) ->
     except FedVeilError as error:
         print(f"error: {sanitize(' '.join(str(error).split()), 4000)}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt as error:  # a command whose work continues elsewhere reports that in it
+    except KeyboardInterrupt as error:  # its message tells if the command's work continues elsewhere
         interrupt.is_done = True
         print(f"interrupted: {str(error) or 'all started processes were stopped'}", file=sys.stderr)
         return 130
@@ -103,7 +103,7 @@ def _run(parser: Callable[[], argparse.ArgumentParser], given: Sequence[str]) ->
 def _leave_stdout() -> None:
     """Redirect unwritable standard output to the null device.
 
-    Otherwise the interpreter would try again at exit and report an error.
+    Otherwise, the interpreter would retry at exit and report an error.
     """
     try:
         sys.stdout.flush()
@@ -112,10 +112,10 @@ def _leave_stdout() -> None:
 
 
 def make_parser(chosen: str) -> argparse.ArgumentParser:
-    """Return the parser of one sub-command, or of all for "" or an option.
+    """Return the parser for one subcommand, or, if `chosen` is "" or an option, for the command list.
 
     Raises:
-        ConfigError: there is no such command; it suggests the nearest one.
+        ConfigError: there is no such command; the message suggests the closest one.
     """
     if chosen and not chosen.startswith("-"):
         command = find_command(chosen)
@@ -130,7 +130,7 @@ def make_parser(chosen: str) -> argparse.ArgumentParser:
 
 
 def _command_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
-    """Return the command line of the command in `module`."""
+    """Return the command-line parser for the command in `module`."""
     whole, words = _bare_parser(), (module.__doc__ or "").partition(": ")[2]
     one = whole.add_subparsers(metavar="COMMAND", required=True).add_parser(
         name,
@@ -154,21 +154,21 @@ def _bare_parser(usage: str | None = None, epilog: str | None = None) -> argpars
 
 
 def _listed(commands: Mapping[str, CommandSource]) -> str:
-    """Return the commands by group, each with its summary."""
+    """Return the list of commands by group, each with its summary."""
     groups = [*_GROUPS, *sorted({command.group for command in commands.values()} - set(_GROUPS))]
     lines = []
     for group in groups:
         inside = sorted(name for name, command in commands.items() if command.group == group)
         lines += ["", f"{_GROUPS.get(group, group)}:", *(f"  {name:<10} {commands[name].summary}" for name in inside)]
-    docs = f"README and docs/ are in FedVeil's source: a checkout, or fedveil-{__version__}.tar.gz of a release."
-    return "\n".join([*lines[1:], "", "For details of one command, run: fedveil COMMAND --help", docs])
+    docs = f"README and docs/ are in FedVeil's source: a checkout, or a release's fedveil-{__version__}.tar.gz."
+    return "\n".join([*lines[1:], "", "For details on a command, run: fedveil COMMAND --help", docs])
 
 
 class _Interrupt:
-    """Handler for both signals, which stops the started processes.
+    """Handler for SIGINT and SIGTERM, which makes the command stop the processes it started.
 
     A tool that ends a process and its group sends two signals at once, and the second would interrupt the
-    shutdown. So it is ignored. A later signal does interrupt, until nothing is left to stop.
+    shutdown, so it is ignored. A later signal does interrupt, until nothing is left to stop.
     """
 
     def __init__(self) -> None:

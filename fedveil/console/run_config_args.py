@@ -1,4 +1,4 @@
-"""Parse a run config from the command line: a TOML file, and KEY=VALUE pairs that override it."""
+"""Parse a run config from the command line: a TOML file and KEY=VALUE pairs that override it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedveil.errors import ConfigError
 
 
 def parse_overrides(file: Path | None, assignments: Sequence[str]) -> dict[str, Any]:
-    """Return the config by dotted key; a value that is not TOML is text. Keys are not checked. Raises ConfigError."""
+    """Return the config by dotted key. Values that are not TOML become text; keys are unchecked. Raises ConfigError."""
     flat: dict[str, Any] = {}
     if file is not None:
         try:
@@ -30,7 +30,7 @@ def parse_overrides(file: Path | None, assignments: Sequence[str]) -> dict[str, 
 
 
 def flatten_config(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested tables to dotted keys: {"train.epochs": 2}."""
+    """Flatten nested tables to dotted keys, such as {"train.epochs": 2}."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         flat |= flatten_config(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}

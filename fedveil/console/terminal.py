@@ -1,4 +1,4 @@
-"""Terminal output for untrusted text, without rendering its markup or emoji codes; also shows our docstrings."""
+"""Terminal output for untrusted text, whose markup and emoji codes are not rendered; Markdown for our docstrings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def make_console() -> Console:
 
 
 def render_markdown(docstring: str) -> str:
-    """Convert a docstring to Markdown: table rows on one line; tables, formulas and disclosures separated."""
+    """Convert a docstring to Markdown: join table rows; put blank lines before tables, formulas and disclosures."""
     lines: list[str] = []
     for line in docstring.splitlines():
         if lines and lines[-1].startswith("|") and not lines[-1].rstrip().endswith("|"):

@@ -1,6 +1,6 @@
-"""The interface of adapters: what is trained on a base model. Each adapter is one file of `fedveil/adapters/`.
+"""The interface of adapters: the trained part of a base model. Each adapter is one file in `fedveil/adapters/`.
 
-An adapter is a final frozen dataclass. Its fields are hyper-parameters, validated on creation. It holds
+An adapter is a final frozen dataclass. Its fields are hyperparameters, validated on creation. It holds
 no tensors: it names them, draws them, and attaches them to a model. The task owns the model; a method
 sees only tensors.
 """
@@ -22,8 +22,8 @@ from fedveil.rng import RandomStream
 
 __all__ = ["Adapter", "AttachedModel", "Mount"]
 
-# What an adapter needs of a model, and a task offers: layers, which every model has; the cache of a causal language
-# model, where keys and values stand before the tokens; the texts of a CLIP, where a context stands before class names.
+# Features that an adapter needs and a task offers: layers, which every model has; a causal language model's cache,
+# where keys and values precede the tokens; a CLIP model's texts, where a context precedes class names.
 Mount = Literal["layers", "cache", "texts"]
 
 
@@ -32,13 +32,13 @@ class AttachedModel:
     """A whole model with its trained part attached, for code that writes it to files.
 
     Attributes:
-        model: a transformers model.
+        model: a transformers model, or any torch module.
         names: maps each trained tensor's spec name to its name in `model`; no entry for a tensor outside the
             model.
         base: how files name the model that the run began with:
             `fedveil.models.published_name.published_name`.
         processor: its tokenizer or image processor; None if the model came without one.
-        end_tokens: the tokens that end a generated text; none if the model generates no text.
+        end_tokens: the tokens that end generated text; none if the model generates no text.
         heads: modules that an adapter's files contain whole, because the base has none or a different one.
     """
 
@@ -51,11 +51,11 @@ class AttachedModel:
 
 
 class Adapter(ABC):
-    """An adapter: what is trained on a base model. Subclasses are final: `@final @dataclass(frozen=True)`.
+    """An adapter: the trained part of a base model. Subclasses are final: `@final @dataclass(frozen=True)`.
 
     Attributes:
         kind: the adapter's name in method.params, such as "lora".
-        mount: what it needs of the model.
+        mount: the feature that it needs from the model.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}  # an unknown field in the run config is refused
@@ -64,7 +64,7 @@ class Adapter(ABC):
 
     @property
     def trains_base(self) -> bool:
-        """Return whether tensors of the base itself are trained, not only what is attached to it."""
+        """Return whether tensors of the base itself are trained, not only attached tensors."""
         return False
 
     @property
@@ -77,7 +77,7 @@ class Adapter(ABC):
         """Return whether the adapter uses dropout in training steps, drawn by torch itself."""
         return False
 
-    def check(self, train: TrainConfig) -> None:  # noqa: B027  # most adapters go with every training
+    def check(self, train: TrainConfig) -> None:  # noqa: B027  # most adapters support every training config
         """Raise ConfigError for a key of the train section that this adapter does not support."""
 
     @abstractmethod
@@ -105,18 +105,18 @@ class Adapter(ABC):
             values are undefined until weights are loaded.
 
         Raises:
-            ConfigError: the model has no place for it.
+            ConfigError: the model has no place to attach it.
         """
 
     def including(self, modules: Sequence[str]) -> Adapter:
-        """Return the adapter that also trains these linear layers: itself, unless its fields choose layers."""
+        """Return an adapter that also trains these linear layers: this one, unless its fields choose layers."""
         return self
 
     @abstractmethod
     def save(self, folder: Path, attached: AttachedModel, weights: Weights) -> None:
         """Write `weights`, which are in the attached model, to a folder in the format that other programs load.
 
-        See `fedveil.adapters.export`. The folder must exist; files of the same names in it are replaced.
+        See `fedveil.adapters.export`. The folder must exist; existing files with the same names are replaced.
         """
 
     def merge(self, plain: AttachedModel, weights: Weights) -> None:

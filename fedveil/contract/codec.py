@@ -27,7 +27,7 @@ Buffer = bytes | bytearray | memoryview | mmap.mmap
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """Block-wise codes: `codes` are level indices (uint8, any shape); `scales`: one fp32 for each block."""
+    """Block-wise codes: `codes` are level indices (uint8, any shape); `scales` has one fp32 value per block."""
 
     codes: Tensor
     scales: Tensor
@@ -39,13 +39,13 @@ Value = Tensor | QuantizedTensor | bytes
 class Codec(Protocol):
     """Encode one value as bytes, and decode it.
 
-    `decode(encode(x))` is `x`, bit for bit. `nbytes` is a formula, and a test compares it with the encoded bytes.
-    Reports always count the bytes themselves.
+    `decode(encode(x))` is `x`, bit for bit. `nbytes` is a formula; a test compares it with the encoded size.
+    Reports always count the actual bytes.
     """
 
     @property
     def name(self) -> str:
-        """Return the full description, which enters the layout's digest: "dense float32", "codes 5 block 256", ..."""
+        """Return the full description, part of the layout's digest: "dense float32", "codes 5 block 256", ..."""
         ...
 
     def encode(self, value: Value) -> list[Buffer]:
@@ -61,13 +61,13 @@ class Codec(Protocol):
         ...
 
     def shape(self, value: Value) -> tuple[int, ...]:
-        """Return the value's shape, for the envelope. Raises WireError for a value of a wrong type or dtype."""
+        """Return the value's shape, for the envelope. Raises WireError for a value of the wrong type or dtype."""
         ...
 
 
 @runtime_checkable
 class DeviceDecodable(Protocol):
-    """A codec whose values are larger than their bytes: these can be copied to another device and decoded there."""
+    """A codec whose values are larger than their bytes, so that the bytes can be decoded on another device."""
 
     def decode_on(self, data: memoryview, shape: tuple[int, ...], device: torch.device) -> Value:
         """Decode as `decode` does, but on `device`. Raises WireError."""
@@ -75,7 +75,7 @@ class DeviceDecodable(Protocol):
 
 
 def count_elements(shape: tuple[int, ...]) -> int:
-    """Return the number of entries of a tensor of this shape."""
+    """Return the number of entries in a tensor of this shape."""
     return math.prod(shape)
 
 
@@ -94,8 +94,8 @@ def view_bytes(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> 
     return torch.frombuffer(data, dtype=dtype).reshape(shape)
 
 
-# torch warns once per process that writes to a read-only buffer are undefined. Nothing here writes, so the warning is
-# triggered and suppressed once: changing filters around each view costs more than the view, and is not thread-safe.
+# torch warns once per process that writing to a read-only buffer is undefined. Nothing here writes, so the warning is
+# triggered and suppressed once. Changing filters around each view costs more than the view and is not thread-safe.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)

@@ -1,10 +1,10 @@
-"""A method's contributions that are summed over clients, and the sums that it gets back.
+"""A method's contributions, which are summed over clients, and the sums that the method gets back.
 
     weight(name) = sum_k w_k m_k        mean(name) = sum_k w_k m_k x_k / sum_k w_k m_k        entry by entry
 
-x_k: what client k adds under that name; w_k: its weight; m_k: its mask, all ones if it has none. The
-server needs nothing from a client except its part in these sums. Secure aggregation, distributed noise
-and intermediate aggregators build on this.
+x_k is the value that client k adds under that name, w_k its weight, and m_k its mask (all ones without a
+mask). The server needs nothing from a client except its part in these sums. Secure aggregation, distributed
+noise and intermediate aggregators build on this.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Contribution:
     """One client's summand under one name.
 
     Attributes:
-        name: the sum that it belongs to. Under one name, all terms have a mask or none has.
+        name: the sum that it belongs to. Under one name, either all terms have a mask or none do.
         value: read-only; may be a view of received bytes. Entries where the mask is False do not count.
         weight: a number above 0.
-        mask: has the value's shape; None means ones everywhere.
+        mask: has the value's shape; None means that every entry counts.
     """
 
     name: str
@@ -41,8 +41,8 @@ class ClientContributions:
     """All of one client's summands.
 
     Attributes:
-        tensors: read one at a time, so that a decoded upload is never completely in memory.
-        clear: values of this client that the server needs and sees individually, not as a sum.
+        tensors: read one at a time, so that a decoded upload is never entirely in memory.
+        clear: values from this client that the server needs and sees individually, not as a sum.
     """
 
     tensors: Iterable[Contribution]
@@ -54,7 +54,7 @@ class AggregateSums(Protocol):
 
     @property
     def examples(self) -> int:
-        """Return the number of training examples of all clients together."""
+        """Return the total number of training examples of all clients."""
         ...
 
     @property
@@ -63,7 +63,7 @@ class AggregateSums(Protocol):
         ...
 
     def __contains__(self, name: str) -> bool:
-        """Return whether any client contributed a term of this name."""
+        """Return whether any client contributed a term with this name."""
         ...
 
     def weight(self, name: str) -> float:
@@ -83,7 +83,7 @@ class AggregateSums(Protocol):
         ...
 
     def means(self, otherwise: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the mean for every name of `otherwise`, in its dtype; its own tensor if no client sent the name."""
+        """Return each mean, in its dtype in `otherwise`, or the tensor in `otherwise` if no client sent the name."""
         ...
 
 

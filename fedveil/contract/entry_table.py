@@ -1,17 +1,17 @@
-"""Tables that say which sites send which entries of a secure sum, so that no entry is summed over too few sites.
+"""Tables that assign the entries of a secure sum to sites, so that no entry is summed over too few sites.
 
-Under secure aggregation an entry is summed over 0 or at least `least` sites of the sum (secure.min-sites). If sites
-send different entries, the server draws before the round which site sends which, and every site checks this table
+Under secure aggregation an entry is summed over 0 sites or at least `least` sites (secure.min-sites). If sites
+send different entries, the server draws each site's entries before the round, and every site checks this table
 before it trains. The table is not secret. It has one of two forms:
 
 | form | says | methods |
 |---|---|---|
 | `blocks` | the sites that send each block: a name of the vector, or a slice `name[first:end]` of its ranks or columns | FedRand, HetLoRA, FLoRA |
-| `seeds` | a seed per site, from which all compute which columns each site sees; a column that fewer than `fewest`
-  sites see is sent by no site | FedQSN |
+| `seeds` | a seed per site, from which all parties compute which columns each site sees; no site sends a column that
+  fewer than `fewest` sites see | FedQSN |
 
-Of a cohort of m sites, a sum has at least max(q, least) sites (q: `secagg.plan.quorum_of`). So a block that
-least + m - max(q, least) sites of the cohort send is in every sum of at least `least` of them.
+In a cohort of m sites, a sum has at least max(q, least) sites (q: `secagg.plan.quorum_of`). So if at least
+least + m - max(q, least) sites in the cohort send a block, every sum includes the block from at least `least` sites.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ Seed = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 def fewest_senders(cohort: int, least: int, quorum: int) -> int:
-    """Return how many of the cohort's sites must send a block so that each sum has `least` of them."""
+    """Return how many of the cohort's sites must send a block so that each sum has it from at least `least` sites."""
     return least + max(0, cohort - max(quorum, least))
 
 
 def slice_name(name: str, first: int, end: int) -> str:
-    """Return the block of the ranks or columns from `first` to before `end` of a name of the vector."""
+    """Return the block of a vector name's ranks or columns from `first` up to but not including `end`."""
     return f"{name}[{first}:{end}]"
 
 
 class EntryTable(BaseModel):
-    """Which sites of a cohort send which entries in one round.
+    """The entries that each site in a cohort sends in one round.
 
     Attributes:
-        blocks: the sites that send each block, sorted; entries that are in no block are sent by no site.
+        blocks: the sites that send each block, sorted; no site sends entries outside the blocks.
         seeds: each site's seed, as 64 hex digits.
         common_seed: seed of the draws that all sites share; "" without `seeds`.
-        fewest: the number of sites that an entry needs in the cohort; all sites leave out an entry that has fewer.
+        fewest: the number of sites that an entry needs in the cohort; no site sends an entry with fewer sites.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -69,10 +69,10 @@ class EntryTable(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> EntryTable:
         if bool(self.blocks) == bool(self.seeds) or bool(self.common_seed) != bool(self.seeds):
-            raise ValueError("expected either blocks, or seeds with their common one")
+            raise ValueError("expected either blocks, or seeds with a common seed")
         for sites in self.blocks.values():
             if list(sites) != sorted(set(sites)):
-                raise ValueError("expected each site of a block once, sorted")
+                raise ValueError("expected each site in a block once, sorted")
         for name, slices in self.slices.items():
             ends = [0]
             for first, end, _ in slices:
@@ -83,7 +83,7 @@ class EntryTable(BaseModel):
 
     @cached_property
     def slices(self) -> dict[str, list[tuple[int, int, tuple[str, ...]]]]:
-        """Return the blocks of each name: first, end and sites. A whole name ends beyond every slice."""
+        """Return each name's blocks as (first, end, sites). For a whole name, `end` lies beyond every slice."""
         by_name: dict[str, list[tuple[int, int, tuple[str, ...]]]] = {}
         for block, sites in self.blocks.items():
             parts = _SLICE.fullmatch(block)
@@ -97,7 +97,7 @@ class EntryTable(BaseModel):
 
     @classmethod
     def from_text(cls, text: str) -> EntryTable:
-        """Parse a table. Raises WireError unless the text is the canonical JSON of one."""
+        """Parse a table. Raises WireError unless the text is a table's canonical JSON."""
         if len(text) > MAX_TABLE_CHARACTERS:
             raise WireError(f"entries: expected at most {MAX_TABLE_CHARACTERS} characters, found {len(text)}")
         try:
@@ -120,13 +120,13 @@ class EntryTable(BaseModel):
         return hashlib.sha256(self.to_text().encode()).hexdigest()
 
     def names_of(self, site: str) -> frozenset[str] | None:
-        """Return the vector's names that `site` sends, even in part; None in a table of seeds: all names."""
+        """Return the vector's names that `site` sends, even partially; None for a table of seeds, meaning all names."""
         if self.seeds:
             return None
         return frozenset(name for name, slices in self.slices.items() if any(site in sites for _, _, sites in slices))
 
     def first_ranks(self, name: str, site: str) -> int:
-        """Return how many ranks of a name a site sends. Raises WireError unless these are its first ones."""
+        """Return how many ranks of a name a site sends. Raises WireError unless these are the name's first ranks."""
         ranks = 0
         for first, end, sites in self.slices.get(name, []):
             if site in sites:
@@ -144,8 +144,8 @@ class EntryTable(BaseModel):
         Args:
             cohort: all sites of the plan.
             least: minimum number of sites in a sum.
-            quorum: q, the number of sites that must sign the list of a sum.
-            colluding: c, the sites that may work with the server.
+            quorum: q, the number of sites that must sign a sum's list.
+            colluding: c, the number of sites that may collude with the server.
         """
         if least - colluding < 2:
             raise PolicyError(
@@ -167,11 +167,11 @@ class EntryTable(BaseModel):
             if 0 < len(senders) < self.fewest:
                 raise PolicyError(
                     f"entries: {block}: expected none or at least {self.fewest} sites, found {len(senders)}: the sum "
-                    "could show entries of too few sites"
+                    "could reveal entries from too few sites"
                 )
 
     def require_sum(self, cohort: Collection[str], in_sum: Iterable[str], least: int) -> None:
-        """Check the table for the sites of a sum, before a share is opened (rule A5). Raises QuorumError."""
+        """Check the table for the sites of a sum, before any share is revealed (rule A5). Raises QuorumError."""
         summed = set(in_sum)
         missing = len(set(cohort) - summed)
         if self.seeds and missing > self.fewest - least:

@@ -1,8 +1,8 @@
-"""A site's report on held-out examples, on which it scores received weights and never trains, or its refusal.
+"""A site's scores on held-out examples, which it never trains on, or its refusal to report them.
 
-    loss_held_out       mean loss, like a task's `loss`
-    rows_held_out       examples behind it, at least LEAST_ROWS
-    held_out_refused    instead of both: a key of REFUSALS
+    loss_held_out       mean loss of the received weights, like a task's `loss`
+    rows_held_out       number of examples behind it, at least LEAST_ROWS
+    held_out_refused    instead of the other two: a key of REFUSALS
 
 A site that refuses still takes part in the round. The server only ever sees sentences from this file,
 never a site's own text.
@@ -31,7 +31,7 @@ __all__ = [
     "held_out_metrics",
 ]
 
-LEAST_ROWS: Final = 64  # the mean loss of fewer examples reveals more about each
+LEAST_ROWS: Final = 64  # the mean loss over fewer examples reveals more about each one
 LOSS, ROWS, REFUSED = "loss_held_out", "rows_held_out", "held_out_refused"
 FIELDS: Final = frozenset({LOSS, ROWS, REFUSED})
 
@@ -42,20 +42,20 @@ REFUSALS: Final[Mapping[int, str]] = {
     SPENT: "it has given as many scores in this run as its policy permits (max-scores)",
     NO_SCORE: "its task cannot compute the loss of single examples",
     NOT_FINITE: "the loss is not finite",
-    OTHER_PART: "an earlier run made it hold out another part of these examples (evaluate.held-out)",
+    OTHER_PART: "an earlier run made it hold out a different part of these examples (evaluate.held-out)",
     CHANGED: "the examples that it holds out are no longer those of an earlier run",
 }
 
 
 def held_out_metrics(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a report that is about held-out examples."""
+    """Return the entries of a report that concern held-out examples."""
     return {name: report[name] for name in sorted(FIELDS & set(report))}
 
 
 def find_fault(report: Mapping[str, Any], most: int) -> str:
-    """Return what is wrong with a possibly forged report: "expected ..., found ..."; "" if nothing is.
+    """Return the problem with a possibly forged report as "expected ..., found ...", or "" if there is none.
 
-    `most`: the largest number of examples that a site may claim.
+    `most` is the largest number of examples that a site may claim.
     """
     metrics = held_out_metrics(report)
     if not metrics:

@@ -1,4 +1,4 @@
-"""The messages that may be on the wire: fields, scalar words, and payloads made of them."""
+"""The messages allowed on the wire: fields, scalars, and the payloads that consist of them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class WireField:
     Attributes:
         name: unique within its direction.
         direction: "down" (server to client) or "up" (client to server).
-        codec: how the value becomes bytes.
+        codec: the codec that turns the value into bytes.
         shape: the value's shape; None stands for a length that only the sender knows.
         most: the largest shape, if `shape` has a None. It bounds a message's size before the message is read.
-        unit: what an entry is, for the wire table ("weight", "mask bit", ...).
-        variants: the payload variants that carry the field; empty means every payload of its direction.
-        when: a description of when a payload carries the field; for the wire table.
+        unit: the unit of an entry, for the wire table ("weight", "mask bit", ...).
+        variants: the payload variants that carry the field; empty means every payload in its direction.
+        when: a description of when a payload carries the field, for the wire table.
     """
 
     name: str
@@ -53,7 +53,7 @@ class WireField:
 
 @dataclass(frozen=True)
 class ScalarField:
-    """A value from a few public choices, carried with the tensors by every payload of its direction."""
+    """A value from a few public choices, which every payload in its direction carries along with the tensors."""
 
     name: str
     direction: Direction
@@ -62,11 +62,11 @@ class ScalarField:
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """Everything that may be on the wire, in both directions. Both ends refuse anything else.
+    """Everything allowed on the wire, in both directions. Both ends refuse anything else.
 
     Attributes:
         fields: the tensors.
-        scalars: words that every payload of a direction carries along with its tensors.
+        scalars: values that every payload in a direction carries along with its tensors.
     """
 
     fields: tuple[WireField, ...]
@@ -83,12 +83,12 @@ class MessageLayout:
         return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
     def variants(self, direction: Direction) -> tuple[str, ...]:
-        """Return the names of the payload variants of one direction; ("",) if there is only one form."""
+        """Return the names of the payload variants in one direction, or ("",) if there is only one variant."""
         named = {v for f in self.fields if f.direction == direction for v in f.variants}
         return tuple(sorted(named)) or ("",)
 
     def fields_of(self, direction: Direction, variant: str) -> dict[str, WireField]:
-        """Return exactly the fields that a payload of this direction and variant carries."""
+        """Return exactly the fields of a payload in this direction and variant."""
         return {
             f.name: f for f in self.fields if f.direction == direction and (not f.variants or variant in f.variants)
         }
@@ -100,8 +100,8 @@ class Payload:
 
     Attributes:
         fields: values by name, as the layout declares them.
-        variant: name of this variant of the layout; "" if there is only one form.
-        scalars: the layout's words of this direction.
+        variant: name of this variant in the layout; "" if there is only one variant.
+        scalars: the values of the layout's scalars in this direction.
     """
 
     fields: Mapping[str, Value]

@@ -1,4 +1,4 @@
-"""The address of a message. It needs no torch, because a site's thin client process reads it."""
+"""The address of a message. This module does not import torch, because a site's thin client process reads it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class MessageAddress:
-    """The exchange that a message belongs to; both ends know it in advance. All fields are empty in one process.
+    """The exchange that a message belongs to, known to both ends in advance. In one process, all fields are empty.
 
     Attributes:
-        run: the run's name with its id.
+        run: the run's name with its ID.
         attempt: number of the attempt at the round, from 0.
-        site: the name by which the server knows the site; empty in a broadcast, so that equal ones are sent once.
+        site: the server's name for the site; empty in a broadcast, so that equal broadcasts are sent only once.
     """
 
     run: str = ""
@@ -32,6 +32,6 @@ class MessageAddress:
 
     @property
     def digest(self) -> bytes:
-        """Return 16 bytes that every message carries, so that messages of another run, attempt or site are refused."""
+        """Return the 16 bytes in every message that let receivers refuse messages from another run, attempt or site."""
         text = json.dumps([self.run, self.attempt, self.site], separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()

@@ -1,14 +1,14 @@
 """The contract between a federated method and everything that runs it.
 
-A method is one file in `strategies/` with the computations of both sides: what the server sends, how a client uses it
-and replies, and what the server adds up. It never sees Flower, a model or a file. It sees named tensors.
+A method is one file in `strategies/` with the computations of both sides: the server's broadcast, the client's training
+and reply, and the sums on the server. It never sees Flower, a model or a file. It sees named tensors.
 
     down = method.broadcast(server, ctx)                          # server, one client; pure, may be replayed
     private, up = method.client(private, down, trainer, ctx)      # client; private never leaves the site
     terms = method.contributions(up, num_examples, spec, ctx)             # one upload's summands
     server = method.server_update(server, sums, ctx)                     # server; sums over the terms of all clients
 
-Methods are final frozen dataclasses. Their fields are the hyper-parameters, validated on creation.
+Methods are final frozen dataclasses. Their fields are the hyperparameters, validated on creation.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class FederatedState:
     """State of a server or a client: named tensors and JSON values, so one checkpoint format serves all methods.
 
     Attributes:
-        tensors: tensors of the method, by name.
-        scalars: JSON values of the method.
+        tensors: the method's tensors, by name.
+        scalars: the method's JSON values.
         moments: tensors of the server's optimizer (`server.optimizer`), which no method reads or sends.
     """
 
@@ -69,24 +69,24 @@ class FederatedState:
 
 @dataclass(frozen=True)
 class RoundContext:
-    """The place and time at which one half of a method runs.
+    """The side and round in which one half of a method runs.
 
     Server and client hold different secrets, so neither can replay the other's draws.
 
     Attributes:
         round: round number, 0-based.
-        client: the site's name; "" where the server completes a round.
-        is_new: the server has not accepted an upload of this site yet, or the site's last client round
+        client: the site's name; "" when the server completes a round.
+        is_new: True if the server has not yet accepted an upload from this site, or the site's last client round
             failed.
         secret: this side's secret, which is never sent.
-        seeded: true under run.deterministic: the noise repeats and protects no one.
+        seeded: True under run.deterministic: the noise repeats, so it gives no protection.
         address: the address of this client round's messages; for the envelope, not for methods.
-        noise_in_sum: True if noise is added to the sum outside the method (secure.noise), which then adds
-            none to it.
-        device: the device on which a method with `on_device` quantizes, masks and packs; None means the device of the
-            tensors.
-        entries: who sends which entries under secure aggregation; None in the clear, or if the method plans
+        noise_in_sum: True if noise is added to the sum outside the method (secure.noise); the method then adds
             none.
+        device: the device on which a method with `on_device` quantizes, masks and packs; None means the tensors'
+            device.
+        entries: the entries that each site sends under secure aggregation; None in the clear, or if the method does
+            not plan entries.
     """
 
     round: int
@@ -101,11 +101,11 @@ class RoundContext:
 
     @property
     def site(self) -> str:
-        """Return the name by which the server knows the client; fields of a run use this name for the site."""
+        """Return the server's name for the client; a run's fields use this name for the site."""
         return self.address.site or self.client
 
     def rng(self, purpose: str) -> RandomStream:
-        """Return a new stream derived from (secret, round, client, purpose): the same call gives the same draws."""
+        """Return a new stream derived from (secret, round, client, purpose); the same call gives the same draws."""
         return RandomStream.derive(self.secret, self.round, self.client, purpose)
 
     def noise(self, purpose: str) -> Callable[[int], bytes]:
@@ -122,8 +122,8 @@ class AcceptedUpload:
     """An accepted reply.
 
     Attributes:
-        payload: decoded; its tensors may be read-only views of the received bytes.
-        num_examples: training examples behind it, within the server's limits.
+        payload: the decoded payload; its tensors may be read-only views of the received bytes.
+        num_examples: number of training examples behind it, within the server's limits.
         ctx: the server's own context of that client and round, never the client's.
         report: metrics that the client reports (see REPORT_FIELDS).
     """
@@ -143,7 +143,7 @@ class Method(ABC):
 
     @property
     def trainings(self) -> int:
-        """Return how often a client trains in a client round, each time with the steps of `train.*`."""
+        """Return the number of training passes in a client round, each with the steps set by `train.*`."""
         return 1
 
     @property
@@ -153,20 +153,20 @@ class Method(ABC):
 
     @property
     def aggregate_divisor(self) -> float:
-        """Return the divisor of terms of trained weights or their changes: at least 1, independent of examples."""
+        """Return the divisor for terms of trained weights or their changes: at least 1, independent of the examples."""
         return 1.0
 
     @property
     def uses_local_optimizer(self) -> bool:
-        """Return whether clients make the optimizer steps of `train.*`; if not, keys of such steps are refused."""
+        """Return whether clients take the optimizer steps set by `train.*`; if not, the keys for them are refused."""
         return True
 
     @property
     def server_optimizer_conflict(self) -> str:
         """Return why `server.optimizer` cannot step along the change of `server_update`; "" if it can.
 
-        It can if the trained tensors of the server's state are free: nothing else in the state, or at a site, must
-        agree with the change that `server_update` made to them.
+        It can if the trained tensors in the server's state are free, that is, if nothing else in the state or at a site
+        has to match the change that `server_update` made to them.
         """
         return ""
 
@@ -182,22 +182,22 @@ class Method(ABC):
 
     @property
     def has_partial_uploads(self) -> bool:
-        """Return whether sites of a round may send different entries, in a run in the clear."""
+        """Return whether sites may send different entries in the same round, in a run without secure aggregation."""
         return self.has_masked_terms
 
     @property
     def sends_same_broadcast(self) -> bool:
-        """Return whether every site of an attempt gets the same message.
+        """Return whether every site in an attempt gets the same message.
 
-        Then `broadcast` reads neither the client of `ctx` nor `ctx.is_new`, nor draws from its streams, and secure
-        aggregation binds the message: a site that was sent another one is not in the same sum.
+        If so, `broadcast` does not read the client in `ctx` or `ctx.is_new`, or draw from its streams, and secure
+        aggregation binds the message: a site that received a different message is not in the same sum.
         """
         return True
 
     def sends_same_broadcast_in(self, entries: EntryTable | None) -> bool:
         """Return whether every site gets the same message in a round with this table of entries.
 
-        A method may do so in some rounds alone, as FedQSN does where all sites have one mask.
+        For some methods this holds only in some rounds, such as FedQSN's rounds with one mask for all sites.
         """
         return self.sends_same_broadcast
 
@@ -208,17 +208,17 @@ class Method(ABC):
 
     @property
     def plans_entries(self) -> bool:
-        """Return whether, under secure aggregation, the server draws who sends which entries (`plan_entries`)."""
+        """Return whether, under secure aggregation, the server draws the entries each site sends (`plan_entries`)."""
         return False
 
     @property
     def has_single_site_entries(self) -> bool:
-        """Return whether an entry of a secure sum may come from one site: sites draw for themselves what they send."""
+        """Return whether an entry of a secure sum may come from one site, because sites draw the entries they send."""
         return self.has_partial_uploads and not self.plans_entries
 
     @property
     def keeps_past(self) -> bool:
-        """Return whether clients start a tensor that was not sent from their previous value; an attack relies on it."""
+        """Return whether clients start unsent tensors from their own previous values; an attack relies on this."""
         return True
 
     def starting_weights(self, received: Weights, spec: Spec) -> Weights:
@@ -227,9 +227,9 @@ class Method(ABC):
 
     @property
     def on_device(self) -> bool:
-        """Return whether `broadcast` and `client` use `ctx.device`; only then is a device given.
+        """Return whether `broadcast` and `client` use `ctx.device`; a device is given only in that case.
 
-        Received codes are then decoded on it, one tensor at each access, and the tensors to send may be on it.
+        Received codes are then decoded on that device, one tensor at each access, and tensors to send may be on it.
         """
         return False
 
@@ -239,23 +239,23 @@ class Method(ABC):
 
     @abstractmethod
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
-        """Return one client's payload. Pure: the server may call it again with the same arguments and result."""
+        """Return one client's payload. Pure: another call with the same arguments returns the same payload."""
 
     @abstractmethod
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Run one participation. `private` is None at the first one; the returned state stays at the site."""
+        """Run one participation. `private` is None in the first one; the returned state stays at the site."""
 
     @abstractmethod
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """Return what this upload adds to the sums, the same on both sides. It reads only the round of `ctx`."""
+        """Return this upload's contributions to the sums, the same on both sides. It reads only the round in `ctx`."""
 
     def aggregate_shapes(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
-        """Return the sums of a round: names (of the spec or of upload fields) and the shapes of their terms' weights.
+        """Return a round's sums: names (from the spec or upload fields) and the shapes of their terms' weights.
 
         The shape is () if all entries have the same weight (terms without masks). Otherwise it broadcasts to the
-        tensor's shape, with one weight for each distinct entry of a mask. Secure aggregation must know the sums before
+        tensor's shape, with one weight for each distinct mask entry. Secure aggregation must know the sums before
         anything is sent.
         """
         sent = {f.name for f in self.layout(spec).fields if f.direction == "up"}
@@ -266,37 +266,37 @@ class Method(ABC):
         """Return the server's next state, from sums over at least one client. The server's `ctx` names no client."""
 
     def changed_entries(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> Mapping[str, Tensor]:
-        """Return, for each tensor of the state that some site sent, a mask of the entries that some site sent.
+        """Return, for each tensor in the state that any site sent, a mask of the entries that were sent.
 
-        A server optimizer moves only these. It is called before `server_update`, which may take sums away.
+        A server optimizer moves only these entries. This is called before `server_update`, which may remove sums.
         """
         return {name: sums.moved(name) for name in server.tensors if name in sums}
 
     def plan_entries(self, spec: Spec, cohort: Sequence[str], fewest: int, ctx: RoundContext) -> EntryTable:
-        """Draw which site sends which entries of a round under secure aggregation, if `plans_entries` is True.
+        """Draw the entries that each site sends in a round under secure aggregation, if `plans_entries` is True.
 
-        The server's and the sites' contexts of the round then have the table, and both halves follow it.
+        The round's contexts on the server and the sites then have the table, and both halves follow it.
 
         Args:
             cohort: the round's sites, sorted, at least `fewest`.
             fewest: minimum number of sites that send a block, unless no site sends it.
-            ctx: the server's context of the round, which names no client.
+            ctx: the server's context for the round, which names no client.
         """
         raise NotImplementedError(f"{type(self).__name__}: plans_entries is True, so it needs plan_entries")
 
-    def check_entries(self, sites: int, drawn: int, fewest: int) -> None:  # noqa: B027  # most methods always can
+    def check_entries(self, sites: int, drawn: int, fewest: int) -> None:  # noqa: B027  # most methods always pass
         """Raise ConfigError if some entry can never have enough senders under secure aggregation.
 
         Args:
-            sites: number of sites of the federation.
-            drawn: number of sites of a cohort.
-            fewest: number of a cohort's sites that must send an entry.
+            sites: number of sites in the federation.
+            drawn: number of sites in a cohort.
+            fewest: number of sites in a cohort that must send an entry.
         """
 
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """Return the models by view, to be scored and attacked: "server" always, "client" with `private`.
+        """Return the models to score and attack, by view: always "server", and "client" if `private` is given.
 
         If no part of the model stays at a site, the server's is the only one.
         """
@@ -307,21 +307,21 @@ class Method(ABC):
         """Return every field on the wire."""
 
     def check(self, payload: Payload, spec: Spec) -> None:  # noqa: B027  # most methods have nothing to add
-        """Check what the layout cannot express, such as two fields that must agree. Raises WireError naming the field.
+        """Check rules that no layout can express, such as fields that must agree. Raises WireError naming the field.
 
-        The server checks every upload before it adds its terms, so that a bad one is refused and the others still
-        count.
+        The server checks every upload before it adds the terms, so that it can refuse a bad upload and still count
+        the others.
         """
 
     def check_site(self, payload: Payload, spec: Spec, site: str) -> None:  # noqa: B027
         """Check settings that apply only to this site, such as its rank; `site` is never taken from the upload.
 
-        Raises WireError naming the field. Masked uploads of secure aggregation cannot be checked.
+        Raises WireError naming the field. Masked uploads under secure aggregation cannot be checked.
         """
 
 
 def hyperparameters_of(method: Method) -> dict[str, Any]:
-    """Return every hyper-parameter of a method, as in method.params."""
+    """Return every hyperparameter of a method, as in method.params."""
     return asdict(method)  # type: ignore[call-overload,no-any-return]
 
 
@@ -329,13 +329,13 @@ class Distiller(Protocol):
     """Training by the server before round 0, on its own model and examples."""
 
     def distil(self, weights: Weights, steps: int, learning_rate: float) -> Weights:
-        """Train a proxy, from `weights` (every tensor of the spec), towards the server model's hidden states."""
+        """Train a proxy from `weights` (every tensor of the spec) toward the server model's hidden states."""
         ...
 
 
 @runtime_checkable
 class ServerTrained(Protocol):
-    """A method whose server has its own model, and trains before round 0 (FedSP)."""
+    """A method whose server has its own model and trains before round 0 (FedSP)."""
 
     @property
     def server_adapter(self) -> Adapter:

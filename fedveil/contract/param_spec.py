@@ -26,7 +26,7 @@ _Kind = TypeVar("_Kind")
 
 @final
 class LazyMapping(Mapping[str, _Kind]):
-    """A mapping of named values that are computed at every access, so that they are never all in memory."""
+    """A mapping whose values are computed at every access, so that they are never all in memory."""
 
     def __init__(self, names: Iterable[str], make: Callable[[str], _Kind]) -> None:
         self._names, self._make = dict.fromkeys(names), make
@@ -51,7 +51,7 @@ MadeWeights = LazyMapping[Tensor]
 
 @dataclass(frozen=True)
 class ParamLocation:
-    """The role of a tensor in its model, as far as a method needs it.
+    """The role of a tensor in its model, to the extent that methods need it.
 
     Attributes:
         part: "linear", a matrix or bias of an attention or MLP layer; "embedding", a token embedding or an output head.
@@ -68,9 +68,10 @@ class ParamLocation:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Shape and dtype of one trained tensor; also its location, if the adapter trains the model's own tensors.
+    """Shape and dtype of one trained tensor, and its location if the adapter trains the model's own tensors.
 
-    `fixed`: the model uses the tensor, but training does not change it. It has no gradient, not even per example.
+    `fixed` means that the model uses the tensor but training does not change it. It has no gradient, not even per
+    example.
     """
 
     shape: tuple[int, ...]
@@ -83,7 +84,7 @@ Spec = Mapping[str, ParamSpec]
 
 
 def movable_names(spec: Spec) -> list[str]:
-    """Return the names of the tensors that training changes and that have gradients: all but the fixed ones."""
+    """Return the names of the tensors that training changes, which have gradients: all except the fixed tensors."""
     return [name for name, tensor in spec.items() if not tensor.fixed]
 
 

@@ -1,4 +1,4 @@
-"""Privacy budgets, and plans of how often training samples records. It needs neither torch nor dp-accounting."""
+"""Privacy budgets, and plans of how often training samples records. Imports neither torch nor dp-accounting."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ Sampling = Literal["poisson", "disjoint", "fixed"]
 
 
 class Adjacency(StrEnum):
-    """The relation of the two data sets that an epsilon compares. An epsilon without it means nothing.
+    """The relation between the two data sets that an epsilon compares. An epsilon without one means nothing.
 
-    `ZERO_OUT` compares a record with one that adds nothing to any sum. The number of records is the same in both data
-    sets, because every upload carries it.
+    `ZERO_OUT` compares a record with a record that adds nothing to any sum. Both data sets have the same number of
+    records, because every upload states that number.
     """
 
     ZERO_OUT = "zero-out"
@@ -55,14 +55,14 @@ class Adjacency(StrEnum):
 
 @dataclass(frozen=True)
 class PrivacyBudget:
-    """The most that one record of a site may be charged.
+    """The maximum that one record at a site may be charged.
 
     Attributes:
         epsilon: no record is charged more than this; infinite if charges are
         delta: the delta at which epsilon is stated.
-        neighbours: the relation for which both are stated.
+        neighbours: the adjacency for which epsilon and delta are stated.
         nominal: an epsilon that the method was given but does not guarantee; None if there is none.
-        server_trusted: the server sees values before the noise is added; epsilon against the server is infinite.
+        server_trusted: True if the server sees values before noise is added; epsilon against it is then infinite.
     """
 
     epsilon: float
@@ -82,10 +82,10 @@ class Step(NamedTuple):
 
     Attributes:
         kind: "gaussian", "poisson", "fixed", `SUMMED`, `OWN_SHARE`, `OLD_SUMMED` or `OLD_OWN_SHARE`.
-        examples, batch: the site's, and those of a batch; 0 without sampling.
-        multiplier: z.
+        examples, batch: numbers of examples at the site and in a batch; 0 without sampling.
+        multiplier: z, the noise multiplier.
         variation: for noise in a sum, the total variation distance between one sum and the continuous mechanism; 1 if
-            it is not known.
+            unknown.
     """
 
     kind: str
@@ -95,23 +95,23 @@ class Step(NamedTuple):
     variation: float = 0.0
 
 
-SUMMED, OWN_SHARE = "summed", "own share"  # noise in a sum: all of it, and the site's part
-OLD_SUMMED, OLD_OWN_SHARE = "summed before version 4", "own share before version 4"  # with another unit of z
+SUMMED, OWN_SHARE = "summed", "own share"  # noise in a sum: the total noise, and the site's part
+OLD_SUMMED, OLD_OWN_SHARE = "summed before version 4", "own share before version 4"  # with a different unit of z
 LEAST_DELTA = 1e-10
-Spent = Mapping[Step, int]  # how often each step was taken
+Spent = Mapping[Step, int]  # number of times each step was taken
 UNTIMED = "An epsilon with Poisson sampling assumes a server that does not time the site."
 
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """A plan of how often the training samples one site's records.
+    """A plan of how often training samples one site's records.
 
     Attributes:
-        rounds: participations of the site.
-        steps: noisy steps per participation.
-        batch: the configured examples per step, by which a step's sum is divided.
-        examples: examples of the site.
-        neighbours: the relation that the epsilon will be stated for.
+        rounds: number of participations of the site.
+        steps: number of noisy steps per participation.
+        batch: the configured examples per step; a step's sum is divided by it.
+        examples: number of examples at the site.
+        neighbours: the adjacency for which epsilon will be stated.
     """
 
     rounds: int
@@ -129,15 +129,15 @@ class SamplingPlan:
 
 @runtime_checkable
 class PrivacyGuarantee(Protocol):
-    """A promise of differential privacy, made by a method that adds noise itself or by `dp.*` in the run config."""
+    """A differential privacy guarantee, from a method that adds noise itself or from `dp.*` in the run config."""
 
     @property
     def budget(self) -> PrivacyBudget:
-        """Return the most that a record of a site may be charged; the site's ledger enforces it."""
+        """Return the maximum that a record at a site may be charged; the site's ledger enforces it."""
         ...
 
     def privacy_spent(self, plan: SamplingPlan) -> Spent:
-        """Return the charge over the plan for the site's most often sampled record."""
+        """Return the total charge under the plan for the site's most frequently sampled record."""
         ...
 
 
@@ -146,10 +146,10 @@ class SummableNoise:
     """The noise that a guarantee needs on an upload, described so that it can be added to the sum of uploads instead.
 
     Attributes:
-        multiplier: z, of the noise on the sum.
-        part: how far adding or removing one example moves an upload, in the upload's unit; replacing one
+        multiplier: z, the multiplier of the noise on the sum.
+        part: how far adding or removing one example moves an upload, in the upload's unit; replacing an example
             moves it twice as far.
-        kept: multipliers of the noise that stays at the site, on the same use of the examples.
+        kept: multipliers of the noise that stays at the site, for the same use of the examples.
         sampling, across_rounds: the values that the accountant expects.
     """
 
@@ -162,14 +162,14 @@ class SummableNoise:
 
 @runtime_checkable
 class DistributableGuarantee(PrivacyGuarantee, Protocol):
-    """A privacy guarantee whose noise may be added in the sum."""
+    """A privacy guarantee whose noise may be added to the sum."""
 
     def summable(self, batch: int, most_steps: int) -> SummableNoise:
-        """Return the noise of uploads under this guarantee, with train.batch-size and train.max-steps.
+        """Return the noise for uploads under this guarantee, given train.batch-size and train.max-steps.
 
         Raises:
-            ConfigError: another step would use examples at a point without noise, or the effect of an example on the
-            upload is not known.
+            ConfigError: another step would use examples at weights without noise, or the effect of an example on the
+            upload is unknown.
         """
         ...
 
@@ -182,16 +182,16 @@ def is_poisson_sampled(charges: Iterable[Step]) -> bool:
 
 
 def legacy_step(step: Step) -> Step:
-    """Return a step of a ledger of version 3 or older with the kind that its unit of z has now.
+    """Return a step from a ledger of version 3 or older with the current kind for its unit of z.
 
-    Those ledgers do not say how far the noise in a sum is from a continuous one. Their z may be in units of half the
-    distance between a record and the one that replaces it, which rounding makes smaller than a record's own part.
+    Those ledgers do not record how far the noise in a sum is from continuous noise. Their z may be in units of half the
+    distance between a record and its replacement, which rounding makes smaller than the record's own part.
     """
     return step._replace(kind={SUMMED: OLD_SUMMED, OWN_SHARE: OLD_OWN_SHARE}.get(step.kind, step.kind))
 
 
 def joint_budget(*multipliers: float) -> float:
-    """Return the z of one Gaussian release that costs as much as these together: z^-2 = sum z_i^-2; 0 if any is 0."""
+    """Return the z of one Gaussian release with the same total cost: z^-2 = sum z_i^-2; 0 if any z_i is 0."""
     return 0.0 if min(multipliers) == 0 else sum(z**-2 for z in multipliers) ** -0.5
 
 
@@ -219,13 +219,13 @@ def check_epsilon(epsilon: float) -> None:
 
 
 def check_delta(delta: float) -> None:
-    """Raise ConfigError unless `delta` is at least 1e-10, below which the accountant's rounding shows, and below 1."""
+    """Raise ConfigError unless 1e-10 <= `delta` < 1; below 1e-10, the accountant's rounding would show."""
     if not LEAST_DELTA <= delta < 1:
-        raise ConfigError(f"delta: expected at least {LEAST_DELTA:g} and less than 1, found {delta}; 1e-5 is usual")
+        raise ConfigError(f"delta: expected at least {LEAST_DELTA:g} and less than 1, found {delta}; 1e-5 is typical")
 
 
 def check_sampling(sampling: Sampling, neighbours: Adjacency) -> None:
-    """Raise ConfigError for batches of a fixed size under zero-out, for which no accountant is known."""
+    """Raise ConfigError for fixed-size batches under zero-out, because no accountant is known for them."""
     if sampling == "fixed" and neighbours is Adjacency.ZERO_OUT:
         raise ConfigError(
             f'sampling: expected "poisson" or "disjoint" under {neighbours.value}, found "fixed", for which no epsilon '

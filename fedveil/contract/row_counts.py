@@ -1,11 +1,11 @@
-"""How many rows of a site's data were cut or left out, as a site may report it along with its upload.
+"""Counts of truncated and dropped rows in a site's data, which the site may report along with its upload.
 
     read_rows       rows that the run selects from the site's data
-    cut_rows        of these, rows that lost their end, because they have too many tokens
-    dropped_rows    of these, rows that were left out, because a text is missing or empty
+    cut_rows        of these, rows that were truncated because they have too many tokens
+    dropped_rows    of these, rows that were dropped because a text is missing or empty
 
 The counts depend on the rows' content. So they stay at the site in a run with a privacy guarantee, under secure
-aggregation, and where the site's policy does not permit them (report-row-counts).
+aggregation, and if the site's policy does not permit them (report-row-counts).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FIELDS: Final = frozenset({"read_rows", "cut_rows", "dropped_rows"})
 
 @dataclass(frozen=True)
 class RowCounts:
-    """The counts of one site; see the module."""
+    """One site's counts; see the module docstring."""
 
     read_rows: int
     cut_rows: int
@@ -29,7 +29,7 @@ class RowCounts:
 
     @classmethod
     def from_report(cls, report: Mapping[str, Any]) -> RowCounts | None:
-        """Return the counts in a report that `find_fault` has accepted; None if it has none."""
+        """Return the counts in a report that `find_fault` has accepted, or None if the report has none."""
         return cls(**{name: int(report[name]) for name in FIELDS}) if report.keys() >= FIELDS else None
 
     def to_report(self) -> dict[str, float]:
@@ -46,14 +46,14 @@ class RowCounts:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether no row was cut or left out."""
+        """Return whether no row was truncated or dropped."""
         return not self.cut_rows and not self.dropped_rows
 
 
 def find_fault(report: Mapping[str, Any], most: int) -> str:
-    """Return what is wrong with a possibly forged report: "expected ..., found ..."; "" if nothing is.
+    """Return the problem with a possibly forged report as "expected ..., found ...", or "" if there is none.
 
-    `most`: the largest number of rows that a site may claim.
+    `most` is the largest number of rows that a site may claim.
     """
     counts = {name: report[name] for name in sorted(FIELDS & set(report))}
     if not counts:

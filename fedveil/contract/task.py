@@ -40,7 +40,7 @@ __all__ = [
     "loss_metric",
 ]
 
-Rows = Sequence[Any]  # examples as the task's model takes them
+Rows = Sequence[Any]  # examples in the form that the task's model takes
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ExampleOrigin:
 
     Attributes:
         file: its path, relative to the data folder given to the task.
-        row: its number in that file, from 1; 0 if the file is itself the example, such as an image in a folder.
+        row: its number in that file, from 1; 0 if the file itself is the example, such as an image in a folder.
     """
 
     file: str
@@ -64,10 +64,10 @@ class Example:
     """One example of a data set, as read. Metadata outside the columns has separate fields.
 
     Attributes:
-        values: all of its columns, by name.
+        values: all columns of the example, by name.
         origin: its file and row, for messages and the privacy ledger; None if it was not read from a
             file.
-        folder: the base folder of relative paths in its columns.
+        folder: the base folder for relative paths in its columns.
         class_names: names of all classes that its data set declares, by number; empty if it declares none.
     """
 
@@ -78,7 +78,7 @@ class Example:
 
     @property
     def where(self) -> str:
-        """Return the name of the example in messages: its origin, or else its columns."""
+        """Return the example's name for messages: its origin, or else its columns."""
         return str(self.origin) if self.origin else f"a row with {', '.join(self.values)}"
 
     @staticmethod
@@ -92,7 +92,7 @@ Examples = Sequence[Example]
 
 @dataclass(frozen=True)
 class DatasetShard:
-    """One site's part of a data folder: partition `index` of `count`. The run config says how the rows are divided."""
+    """One site's part of a data folder: partition `index` of `count`. The run config sets how the rows are divided."""
 
     index: int
     count: int
@@ -103,11 +103,11 @@ class PreparedData:
     """A site's training data.
 
     Attributes:
-        rows: the examples, as the task's model takes them.
+        rows: the examples, in the form that the task's model takes.
         origins: origin of each example, in the same order; for the privacy ledger, which uses them only
             with a privacy guarantee.
-        dropped: number of rows that were left out because a text is missing or empty.
-        cut: whether each of `rows` lost its end, because it has too many tokens; None in a task that cuts none.
+        dropped: number of rows that were dropped because a text is missing or empty.
+        cut: whether each of `rows` was truncated because it has too many tokens; None in a task that never truncates.
     """
 
     rows: Rows
@@ -117,7 +117,7 @@ class PreparedData:
 
     @property
     def counts(self) -> RowCounts | None:
-        """Return how many rows were cut and left out; None in a task that does neither."""
+        """Return how many rows were truncated and dropped; None in a task that does neither."""
         if self.cut is None:
             return None
         return RowCounts(len(self.rows) + self.dropped, int(self.cut.sum()), self.dropped)
@@ -125,10 +125,10 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """The progress of a local training.
+    """The progress of local training.
 
     Attributes:
-        step, steps: steps done, and steps planned.
+        step, steps: number of completed steps, and number of planned steps.
         loss: mean loss over the latest steps.
         tokens: tokens read so far, without padding; 0 for a task without tokens.
         seconds: time since the first step began.
@@ -156,11 +156,11 @@ class ExamplePrediction:
     wanted: Tensor
 
 
-Watch = Callable[[TrainingProgress], None]  # gets the progress; an exception that it raises ends the training
+Watch = Callable[[TrainingProgress], None]  # receives the progress; an exception that it raises ends the training
 
 
 def ignore_progress(step: TrainingProgress) -> None:
-    """Ignore the step: the callback of a training without progress reports."""
+    """Ignore the step; the callback for training without progress reports."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class TaskMetric:
 
     Attributes:
         better: whether a lower or a higher value is better.
-        generated: True if only evaluations that generate texts have it.
+        generated: True if only evaluations that generate text have this score.
     """
 
     better: Literal["lower", "higher"]
@@ -180,7 +180,7 @@ Metrics = Mapping[str, TaskMetric]
 
 
 def loss_metric(task: TaskConfig, higher: Sequence[str] = ()) -> Metrics:
-    """Return the metrics: the loss, and the scores of generated texts named in `higher`, where higher is better."""
+    """Return the loss metric and the metrics of generated text named in `higher`, for which higher is better."""
     return {"loss": TaskMetric("lower"), **{name: TaskMetric("higher", generated=True) for name in higher}}
 
 
@@ -195,17 +195,18 @@ class TaskInfo:
 
     Attributes:
         mounts: the mounts that its models offer to adapters.
-        columns: the columns that it reads from every example, under that section of the run config.
+        columns: returns the columns that the task reads from every example, given the run config's task section.
         tiny: folder of the task's own small model, for task.model = "tiny"; None if code builds that
-            model, or where the folder is not installed.
+            model, or if the folder is not installed.
         train_keys: task-dependent keys of the train section that this task supports: "loss-mask", "packing".
-        chats: whether its examples may be formatted by a chat template (task.chat-template).
-        drops: whether it can leave out rows without texts (task.empty-texts).
+        chats: whether a chat template may format its examples (task.chat-template).
+        drops: whether the task can drop rows without text (task.empty-texts).
         templates: whether a source may be formed from several columns (task.source-template).
-        texts: the columns whose numbers are texts for its model, so that they stay as they are written in the file.
+        texts: the columns in which numbers are text for its model, so that they keep their form in the file.
         labels: whether an example may have any number of classes (task.multi-label).
+        tags: whether its examples have word tags (task.tag-scheme).
         divisible: whether several processes, each with part of a batch, speed up its training.
-        metrics: every score of its `evaluate` by name, under that section of the run config; always includes
+        metrics: returns every score of its `evaluate` by name, given the run config's task section; always includes
             the loss.
     """
 
@@ -218,25 +219,26 @@ class TaskInfo:
     templates: bool = False
     texts: Callable[[TaskConfig], tuple[str, ...]] = lambda _: ()
     labels: bool = False
+    tags: bool = False
     divisible: bool = True
     metrics: Callable[[TaskConfig], Metrics] = loss_metric
 
 
 class Task(ABC):
-    """A base model with an adapter, and how it is trained and evaluated.
+    """A base model with an adapter, with the code to train and evaluate it.
 
-    The task loads its base once, when it first needs it. It receives and returns the adapter's tensors by name. Tasks
+    The task loads its base once, on first use. It receives and returns the adapter's tensors by name. Tasks
     share no state, so two sites can run in one process.
     """
 
     @property
     @abstractmethod
     def spec(self) -> Spec:
-        """Return names, shapes and dtypes of the trained tensors."""
+        """Return the names, shapes and dtypes of the trained tensors."""
 
     @property
     def accelerator(self) -> torch.device | None:
-        """Return the device that its model computes on, or None for the CPU."""
+        """Return the device that the model runs on, or None for the CPU."""
         return None
 
     @abstractmethod
@@ -253,7 +255,7 @@ class Task(ABC):
 
     @abstractmethod
     def encode(self, examples: Examples) -> Rows:
-        """Return the examples as the model takes them, tokenized or decoded. This is slow; call it once for all rounds.
+        """Return the tokenized or decoded examples for the model. This is slow; call it once for all rounds.
 
         Raises:
             TaskError: an example cannot be read; the message names its column.
@@ -262,7 +264,7 @@ class Task(ABC):
     def prepare(
         self, data: Path, split: str, share: DatasetShard | None = None, shelf: Path | None = None
     ) -> PreparedData:
-        """Return the encoded `examples`. `shelf` is a private folder in which a task may cache them.
+        """Return the encoded `examples`. `shelf` is a private folder where a task may cache them.
 
         Raises TaskError like `examples` and `encode`, and StateError if the folder cannot be written.
         """
@@ -271,19 +273,19 @@ class Task(ABC):
         return PreparedData(rows, lambda: (example.origin for example in examples), cut=self.find_cut(rows))
 
     def find_cut(self, rows: Rows) -> Bool[np.ndarray, " rows"] | None:
-        """Return whether each prepared example lost its end; None, the default, in a task that cuts no examples."""
+        """Return whether each prepared example was truncated; None, the default, in a task that never truncates."""
         return None
 
     def require_shared_classes(self) -> None:  # noqa: B027  # a task need not have classes
-        """Check that all sites number the classes of the examples read so far as this task does.
+        """Check that all sites number the classes of the examples read so far in the same way as this task.
 
         Raises:
-            TaskError: only this data set's own names number them; the message names the key to set.
+            TaskError: only this data set's own class names number the classes; the message names the key to set.
         """
 
     @abstractmethod
     def trainer(self, rows: Rows, rng: RandomStream, watch: Watch = ignore_progress, round_: int = 0) -> Trainer:
-        """Return one client's trainer on prepared examples; `rng` orders the batches, `watch` gets the progress.
+        """Return one client's trainer on prepared examples; `rng` orders the batches, `watch` receives the progress.
 
         `round_` is the run's round, 0-based; train.lr-schedule and train.warmup-ratio depend on it.
 
@@ -293,17 +295,17 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
-        """Return scores of the model with `weights`: always "loss"; with `generate` also the task's quality metrics."""
+        """Return scores of the model with `weights`: always "loss"; with `generate`, the task's quality metrics too."""
 
-    def save(self, weights: Weights, folder: Path) -> None:  # noqa: B027  # a task need not have a form for others
+    def save(self, weights: Weights, folder: Path) -> None:  # noqa: B027  # a task need not have an export format
         """Write the model with `weights` to an existing folder, in the format that other programs load.
 
         Raises:
-            TaskError: the weights are not those of the spec.
+            TaskError: the weights do not match the spec.
         """
 
-    def release(self) -> None:  # noqa: B027  # nothing, where a task holds nothing worth freeing
-        """Free the weights that were loaded last, if that is worthwhile; the next use loads its own."""
+    def release(self) -> None:  # noqa: B027  # does nothing if a task holds nothing worth freeing
+        """Free the last loaded weights, if that is worthwhile; the next use loads its own weights."""
 
     @abstractmethod
     def predict(self, weights: Weights, rows: Rows, generate: bool = False) -> Iterator[ExamplePrediction]:
@@ -312,16 +314,16 @@ class Task(ABC):
         The iterator works batch by batch, so the logits of all examples are never in memory at once.
 
         Raises:
-            TaskError: the weights are not those of the spec.
+            TaskError: the weights do not match the spec.
         """
 
 
 @runtime_checkable
 class CanGenerate(Protocol):
-    """A task whose model writes texts for a user's own prompts instead of a data set's examples."""
+    """A task whose model generates text for a user's own prompts instead of a data set's examples."""
 
     def write(self, weights: Weights, prompts: Sequence[str], images: Sequence[tuple[str, bytes]]) -> list[str]:
-        """Generate texts by the model with `weights`: one per prompt, or one per image, depending on the task.
+        """Generate text with the model and `weights` for each prompt or each image, depending on the task.
 
         `images` are file names and bytes. Raises ConfigError for prompts or images that the task does not support.
         """

@@ -1,7 +1,7 @@
 """The client's side of the contract: its examples and its model, as a method sees them.
 
-`Trainer` trains as the run config says. `PerExampleGradientSource` gives per-example gradients, so that a method or
-a privacy mechanism can take its own steps. A wrapper implements whichever of the two interfaces it changes.
+`Trainer` trains as the run config specifies. `PerExampleGradientSource` gives per-example gradients, so that a method
+or a privacy mechanism can take its own steps. A wrapper implements the interface that it changes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ Frozen = Weights | Sequence[Weights]
 
 @dataclass(frozen=True)
 class ExamplesUsed:
-    """The examples that a training used in its steps.
+    """The examples used in the steps of local training.
 
     Attributes:
         rows: distinct examples, as indices into the client's examples.
-        min_batch: examples of the smallest step; 0 without a step.
+        min_batch: number of examples in the smallest step; 0 without a step.
     """
 
     rows: frozenset[int] = frozenset()
@@ -51,7 +51,7 @@ class ExamplesUsed:
 
     @classmethod
     def from_steps(cls, steps: Iterable[Sequence[int]]) -> ExamplesUsed:
-        """Create it from the example indices of each step."""
+        """Create the record from the example indices of each step."""
         taken = list(steps)
         return cls(frozenset(row for step in taken for row in step), min(map(len, taken), default=0))
 
@@ -60,7 +60,7 @@ class ExamplesUsed:
 class TrainingResult:
     """The result of local training: new weights (or a gradient) under the spec's names, and metrics to report.
 
-    `looked` stays at the site, whose policy may require a number of examples; without it, none count as used.
+    `looked` stays at the site, whose policy may set a minimum number of examples; if missing, no examples count.
     """
 
     weights: Weights
@@ -70,11 +70,11 @@ class TrainingResult:
 
 @dataclass(frozen=True)
 class BatchIndices:
-    """Examples of one step, as indices into the client's examples; empty if Poisson sampling drew none.
+    """Examples in one step, as indices into the client's examples; empty if Poisson sampling drew none.
 
     Attributes:
-        rows: the examples; under dp.unit-column, the units.
-        members: under dp.unit-column, the drawn rows of each of these units; otherwise empty.
+        rows: the examples, or the units under dp.unit-column.
+        members: the drawn rows of each of these units under dp.unit-column; otherwise empty.
     """
 
     rows: tuple[int, ...]
@@ -83,7 +83,7 @@ class BatchIndices:
 
 @dataclass(frozen=True)
 class PerExampleGradients:
-    """Gradient and loss of each example of a batch. They must not leave the site without clipping and noise.
+    """Gradient and loss of each example in a batch. They must not leave the site without clipping and noise.
 
     Attributes:
         gradients: (rows, *shape) by the spec's names: the gradient of each example's own loss; none for fixed tensors.
@@ -99,9 +99,10 @@ class PerExampleFeatureGradients:
     """Per-example gradients with respect to features that depend only on the weights, such as all class texts.
 
     Attributes:
-        left, right: the gradient of example i's own loss in the features (n x m) is left_i right_i^T. Under
-            dp.unit-column it is the sum of left_ij right_ij^T over the parts j, and both have a dimension for them.
-        pull: maps a gradient in the features (n x m) to one in the weights, by the spec's names; it uses no example.
+        left, right: the gradient of example i's own loss with respect to the features (n x m) is left_i right_i^T.
+            Under dp.unit-column it is the sum of left_ij right_ij^T over the parts j, and both have a dimension for j.
+        pull: maps a gradient in the features (n x m) to a gradient in the weights, by the spec's names, without using
+            any example.
     """
 
     left: Float[Tensor, "rows *parts n"]
@@ -110,7 +111,7 @@ class PerExampleFeatureGradients:
 
 
 def alternating_sets(frozen: Frozen | None) -> Sequence[Weights]:
-    """Return the sets that the steps use in turn, at least one. Raises ValueError if there are none."""
+    """Return the sets that the steps use in turn. Raises ValueError if there are none."""
     sets = [frozen or {}] if frozen is None or isinstance(frozen, Mapping) else list(frozen)
     if not sets:
         raise ValueError("frozen: expected at least one set of tensors to take turns, found none")
@@ -127,12 +128,12 @@ class PerExampleGradientSource(Protocol):
 
     @property
     def batch_size(self) -> int:
-        """Return train.batch-size, the configured examples of a step. Noisy sums are divided by it, not by the draw."""
+        """Return train.batch-size, the configured examples per step. Noisy sums are divided by it, not by the draw."""
         ...
 
     @property
     def steps(self) -> int:
-        """Return the steps per participation: train.epochs passes of whole batches, at most train.max-steps if set."""
+        """Return the steps per participation: train.epochs passes over full batches, at most train.max-steps if set."""
         ...
 
     def batches(self, sampling: Sampling, steps: int, rng: RandomStream, skip: int = 0) -> list[BatchIndices]:
@@ -141,10 +142,10 @@ class PerExampleGradientSource(Protocol):
         "poisson": every example is in every batch with probability batch_size / num_examples, independently.
         "fixed": batch_size distinct examples, each batch drawn independently. "disjoint": consecutive parts of a
         permutation, with a new permutation after every num_examples // batch_size batches; examples that do not
-        fill a batch are left out. The first `skip` batches are drawn and dropped.
+        fill a batch are left out. The first `skip` batches are drawn and discarded.
 
         Raises:
-            ConfigError: a batch has more examples than the site.
+            ConfigError: a batch has more examples than the site has.
         """
         ...
 
@@ -157,10 +158,10 @@ class PerExampleGradientSource(Protocol):
         ...
 
     def feature(self, weights: Weights, batch: BatchIndices) -> PerExampleFeatureGradients:
-        """Return these gradients in features that depend only on `weights`; `pull` is one backward pass in total.
+        """Return gradients with respect to features that depend only on `weights`; `pull` takes one backward pass.
 
         Raises:
-            TaskError: in this task, an example's loss depends on the weights not only through these features.
+            TaskError: in this task, an example's loss depends on the weights in other ways than through these features.
         """
         ...
 
@@ -186,19 +187,19 @@ class Trainer(Protocol):
     def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
         """Train from `weights` (every tensor of the spec) for the configured local epochs; `weights` are only read.
 
-        `frozen`: booleans that broadcast over tensors of the spec. Entries where they are True come back bit for
+        `frozen`: boolean masks that broadcast over the spec's tensors. Entries where they are True are returned bit for
         bit; neither a step nor weight decay moves them. With several such sets (at least one), the steps use
         them in turn, one set per step.
-        `penalty`: a term added to the mean loss of every step (once a step for any
-        train.gradient-accumulation-steps). Reported losses do not contain it.
+        `penalty`: a term added to the mean loss of every step (once per step, whatever
+        train.gradient-accumulation-steps is). Reported losses do not include it.
         """
         ...
 
     def gradient(self, weights: Weights) -> TrainingResult:
         """Return the gradient of one batch's mean loss at `weights` (every tensor of the spec), under the spec's names.
 
-        The client's stream draws new train.batch-size examples for every exchange. `weights` are only read. The
-        gradient is on the trainer's device, wherever the weights are.
+        The client's stream draws train.batch-size new examples for every exchange. `weights` are only read. The
+        gradient is on the trainer's device, regardless of the weights' device.
         """
         ...
 

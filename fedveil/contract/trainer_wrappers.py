@@ -1,4 +1,4 @@
-"""Wrappers that pass every call to a trainer or to its gradients, and a trainer with per-example gradients only."""
+"""Wrappers that pass every call to a trainer or its gradient source, and a trainer with per-example gradients only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["PerExampleTrainerWrapper", "TrainerWrapper", "WrappedGradientSource"
 
 
 class TrainerWrapper(Trainer):
-    """A wrapper that passes every call to `trainer`. A subclass that inspects single examples overrides `rows` too."""
+    """A wrapper that passes every call to `trainer`. Subclasses that inspect single examples also override `rows`."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -42,7 +42,7 @@ class TrainerWrapper(Trainer):
     @property
     @override
     def rows(self) -> PerExampleGradientSource:
-        """Return the wrapped trainer's source of gradients."""
+        """Return the wrapped trainer's gradient source."""
         return self._trainer.rows
 
     @override
@@ -57,7 +57,7 @@ class TrainerWrapper(Trainer):
 
 
 class PerExampleTrainerWrapper(Trainer):
-    """A trainer that offers only per-example gradients, so its holder cannot train on the examples any other way."""
+    """A trainer that offers only per-example gradients, so that callers cannot train on the examples any other way."""
 
     def __init__(self, spec: Spec, rows: PerExampleGradientSource) -> None:
         self._spec, self._rows = spec, rows
@@ -71,13 +71,13 @@ class PerExampleTrainerWrapper(Trainer):
     @property
     @override
     def spec(self) -> Spec:
-        """Return the spec that was given."""
+        """Return the given spec."""
         return self._spec
 
     @property
     @override
     def rows(self) -> PerExampleGradientSource:
-        """Return the given source of gradients."""
+        """Return the given gradient source."""
         return self._rows
 
 

@@ -1,4 +1,4 @@
-"""Encoded examples, their batches, the order of an epoch, and the transfer of batches to the device."""
+"""Encoded examples, their batches, the order within an epoch, and the transfer of batches to the device."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch import Tensor
 
 __all__ = ["EncodedExample", "ExampleBatch", "LabelledBatch", "TokenBatch", "TokenExample", "epoch_order"]
 
-WINDOW = 32  # batches within which bucketing sorts: enough for examples of similar length, far from a sorted epoch
+WINDOW = 32  # batches within which bucketing sorts: enough for batches of similar length, but far from a sorted epoch
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
-_Same = TypeVar("_Same")  # not Self, which the check of shapes in tests does not know
+_Same = TypeVar("_Same")  # not Self, which the shape checker in tests does not support
 
 
 @runtime_checkable
 class ExampleBatch(Protocol):
-    """The interface that local training needs of a batch, independent of the task's own content."""
+    """The interface that local training needs from a batch, independent of the task-specific content."""
 
     @property
     def terms(self) -> int:
-        """Return the number of terms of the loss: target tokens, or images."""
+        """Return the number of terms in the loss: target tokens or images."""
         ...
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens of all examples, without padding; 0 for a task without tokens."""
+        """Return the number of tokens in all examples, without padding; 0 for a task without tokens."""
         ...
 
     def pinned(self: _Same) -> _Same:
@@ -45,14 +45,14 @@ class ExampleBatch(Protocol):
 
 @dataclass(frozen=True)
 class LabelledBatch:
-    """A batch of images, or of their features, with their classes (int64), or 1.0 or 0.0 for each class."""
+    """A batch of images or image features, with their classes (int64) or with 1.0 or 0.0 for each class."""
 
     inputs: Float[Tensor, "rows ..."]
     labels: Tensor
 
     @property
     def terms(self) -> int:
-        """Return the number of images, which are the terms of the loss."""
+        """Return the number of images, which is the number of terms in the loss."""
         return len(self.labels)
 
     @property
@@ -71,11 +71,11 @@ class LabelledBatch:
 
 @runtime_checkable
 class EncodedExample(Protocol):
-    """The interface that the order of an epoch needs of an example."""
+    """The interface that `epoch_order` needs from an example."""
 
     @property
     def length(self) -> int:
-        """Return the length by which bucketing sorts."""
+        """Return the length that bucketing sorts by."""
         ...
 
 
@@ -84,11 +84,11 @@ _Batch = TypeVar("_Batch", bound=ExampleBatch)
 
 @dataclass(frozen=True)
 class TokenExample:
-    """One encoded example: `ids`, with the target from position `start` on.
+    """One encoded example: token `ids`, with the target starting at position `start`.
 
-    `gaps`: ranges of positions behind `start`, in order, that are not targets: the questions between answers.
-    `cut`: the part cut off by the length limit: 0 nothing, 1 the end of the source, 2 also the end of the target.
-    `whole`: the number of tokens before that; 0 if it is not known.
+    `gaps`: the ranges of positions after `start` that are not targets, in order: the questions between answers.
+    `cut`: what the length limit truncated: 0 nothing, 1 the end of the source, 2 also the end of the target.
+    `whole`: the number of tokens before truncation; 0 if unknown.
     """
 
     ids: list[int]
@@ -103,7 +103,7 @@ class TokenExample:
         return len(self.ids)
 
     def targets(self, whole: bool = False) -> list[int]:
-        """Return the positions of the target tokens; if `whole`, of all tokens but the first."""
+        """Return the positions of the target tokens or, if `whole`, of all tokens but the first."""
         if whole:
             return list(range(1, len(self.ids)))
         starts = (max(1, self.start), *(end for _, end in self.gaps))
@@ -116,11 +116,11 @@ class TokenBatch:
     """A batch of examples padded on the right.
 
     Attributes:
-        ids, mask: token ids, and 1 where they are not padding.
-        positions: the positions at which the model predicts a target token, counted over the flattened `ids`.
-        wanted: the target token of each of these positions.
-        tokens: number of tokens in all examples, without padding.
-        inputs: further model inputs: the images of all examples, for a vision model.
+        ids, mask: the token ids, and a mask that is 1 except at padding.
+        positions: the positions in the flattened `ids` at which the model predicts a target token.
+        wanted: the target token for each of these positions.
+        tokens: the number of tokens in all examples, without padding.
+        inputs: additional model inputs, such as the images of all examples for a vision model.
     """
 
     ids: Int[Tensor, "rows length"]
@@ -132,7 +132,7 @@ class TokenBatch:
 
     @property
     def terms(self) -> int:
-        """Return the number of target tokens, which are the terms of the loss."""
+        """Return the number of target tokens, which is the number of terms in the loss."""
         return len(self.wanted)
 
     def pinned(self) -> TokenBatch:
@@ -150,8 +150,8 @@ class TokenBatch:
 
 
 def round_up(length: int, multiple: int, limit: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least `length`; if that is above `limit`, the larger of
-    `length` and `limit`."""
+    """Return the smallest multiple of `multiple` that is at least `length`. If that exceeds `limit`, return the larger
+    of `length` and `limit`."""
     return max(length, min(-(-length // multiple) * multiple, limit))
 
 
@@ -161,10 +161,10 @@ def collate_batch(
     whole: bool = False,
     width: Callable[[int], int] = lambda longest: longest,
 ) -> TokenBatch:
-    """Return one batch of `rows`, padded with `padding` to the longest. `whole`: all tokens except an example's first
-    are its target. `width`: maps the length of the longest example to the batch's length.
+    """Return one batch of `rows`, padded with `padding` to the longest row. If `whole`, the target of an example is all
+    its tokens except the first. `width` maps the length of the longest example to the length of the batch.
 
-    Positions are computed here, on the CPU: counting a mask of target tokens on the GPU would require waiting for it.
+    Positions are computed here, on the CPU: counting a mask of target tokens on the GPU would mean waiting for it.
     """
     length = width(max(len(row.ids) for row in rows))
     ids = [row.ids + [padding] * (length - len(row.ids)) for row in rows]
@@ -181,10 +181,10 @@ def collate_batch(
 def epoch_order(
     rows: Sequence[EncodedExample], batch_size: int, generator: torch.Generator, bucketing: bool
 ) -> list[int]:
-    """Return the indices of one epoch, every example once: shuffled, or shuffled batches of similar length.
+    """Return the indices for one epoch, with every example once: shuffled, or in shuffled batches of similar length.
 
-    With `bucketing` the examples are shuffled, sorted by length within windows of WINDOW batches, and cut into batches,
-    which are then shuffled. Only the last batch is short; its examples are random.
+    With `bucketing`, the examples are shuffled, sorted by length within windows of WINDOW batches, and split into
+    batches, which are then shuffled. Only the last batch may be short; its examples are random.
     """
     shuffled: list[int] = torch.randperm(len(rows), generator=generator).tolist()
     if not bucketing:
@@ -204,7 +204,7 @@ def epoch_order(
 def load_batches(
     steps: Iterable[_In], collated: Callable[[_In], list[_Batch]], device: torch.device
 ) -> Generator[list[_Batch]]:
-    """Yield the batches of each step on `device`; for a GPU they are collated one step ahead, into pinned memory."""
+    """Yield the batches of each step on `device`; for a GPU, they are collated one step ahead into pinned memory."""
     if device.type != "cuda":
         for rows in steps:
             yield [batch.to(device) for batch in collated(rows)]
@@ -214,7 +214,7 @@ def load_batches(
 
 
 def prefetch(items: Iterable[_In], work: Callable[[_In], _Out]) -> Iterator[_Out]:
-    """Yield `work(item)` in order, computed one item ahead in a thread; exceptions are raised in order too."""
+    """Yield `work(item)` in order, computed one item ahead in a thread; exceptions are also raised in order."""
     with ThreadPoolExecutor(1, "batches") as pool:
         pending = None
         for item in items:

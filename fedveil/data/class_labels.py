@@ -1,12 +1,12 @@
-"""The labels of an example with any number of classes.
+"""The labels of an example that may belong to any number of classes.
 
-| value of the target column | labels |
+| value in the target column | labels |
 |---|---|
-| a name of task.class-names | only that label |
-| several names between task.label-separator | those labels |
-| an integer from 0, also as text, unless a class name is an integer | only the label of that number |
-| a list of names or integers | those labels; an empty list is no label |
-| an empty text | no label |
+| a name in task.class-names | only that label |
+| several names separated by task.label-separator | those labels |
+| an integer from 0, also as text, unless a class name is an integer | only the label with that number |
+| a list of names or integers | those labels; no label for an empty list |
+| empty text | no label |
 | no value | refused |
 """
 
@@ -24,7 +24,7 @@ __all__ = ["read_labels", "refuse_label", "require_class_names"]
 def require_class_names(task: TaskConfig) -> tuple[str, ...]:
     """Return the names in task.class-names, by number.
 
-    Raises ConfigError for fewer than two, or one that contains the separator of labels.
+    Raises ConfigError if there are fewer than two names, or if a name contains the label separator.
     """
     names = task.class_list
     if len(names) < 2:
@@ -44,7 +44,8 @@ def read_labels(example: Example, numbering: ClassNumbering, task: TaskConfig) -
     """Return 1.0 or 0.0 for each class of task.class-names.
 
     Raises:
-        TaskError: the example has no value, or one that is no label; or its data set's names are not those of the run.
+        TaskError: the example has no value or its value isn't a label, or the names in its data set differ from the
+            run's names.
     """
     value = example.values.get(task.target_column)
     several: list[object]
@@ -59,7 +60,7 @@ def read_labels(example: Example, numbering: ClassNumbering, task: TaskConfig) -
 
 
 def refuse_label(example: Example, task: TaskConfig) -> TaskError:
-    """Return the error for an example whose value is no label, or no list of labels with task.multi-label."""
+    """Return the error for an example whose value isn't a label or, with task.multi-label, a list of labels."""
     names, value = task.class_list, example.values.get(task.target_column)
     kind = f'classes separated by "{task.label_separator}" or a list of them' if task.multi_label else "a class"
     number = f", or its number from 0 to {len(names) - 1}," if not has_integers(names) else ""

@@ -1,21 +1,22 @@
 """The number of each class, the same at every site of a run.
 
-| a label, without outer space | its number |
+| a label, without surrounding whitespace | its number |
 |---|---|
-| a name: a text, a number, true or false | its place among the names |
-| an integer in a column with names of its own (ClassLabel) | the place of that name |
-| an integer from 0, also as text, if no name of task.class-names is an integer | the integer |
+| a name: text, a number, true or false | the position of the name in the list of names |
+| an integer in a column that declares names (ClassLabel) | the position of the name it stands for |
+| an integer from 0, also as text, if no name in task.class-names is an integer | the integer |
 
-| names, the first source available | who numbers the classes |
+| source of the names: the first one available | who numbers the classes |
 |---|---|
 | task.class-names | the run config |
-| the base model's own, if they contain those of the data set | the base model |
-| those that the data set declares: class folders, ClassLabel | the data set read first |
+| the base model's names, if they include all names of the data set | the base model |
+| names that the data set declares: class folders, ClassLabel | the first data set read |
 
-The last source serves a run in one process. Other sites would number their own classes, so `require_shared` refuses it.
-Texts in rows declare no names: one more row could add a class and so change the numbers of all others.
+The last source works only for a run in one process. Otherwise each site would number its own classes, so
+`require_shared` refuses it. Text values in rows do not declare names: one more row could add a class and so change the
+numbers of all other classes.
 
-Messages may contain names that a data set declares. They never contain a label, which is a value of a row.
+Messages may contain class names that a data set declares, but never a label, because a label is a row value.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ _LONGEST_LINE = 2000  # characters of a line to copy
 
 
 def are_numbers(names: Iterable[str]) -> bool:
-    """Return whether all names are integers from 0, as the folders 0, 1, ... 10 are: these are numbers, not names."""
+    """Return whether all names are integers from 0, such as the folders 0, 1, ... 10: numbers rather than names."""
     return all(map(_INTEGER.fullmatch, names))
 
 
 def has_integers(names: Iterable[str]) -> bool:
-    """Return whether a name is an integer from 0, so that an integer in a row may be meant as that name."""
+    """Return whether any name is an integer from 0, so that an integer in a row may mean that name."""
     return any(map(_INTEGER.fullmatch, names))
 
 
 def format_class_names(names: Sequence[str]) -> str:
-    """Return the line of a run config that gives these names, or how to write it where it would be too long."""
+    """Return the run config line that gives these names, or instructions for writing it if it would be too long."""
     out = io.StringIO()
     csv.writer(out, lineterminator="").writerow(names)
     line = f"task.class-names = {json.dumps(out.getvalue(), ensure_ascii=False)}"
@@ -63,13 +64,13 @@ def format_class_names(names: Sequence[str]) -> str:
 
 @final
 class ClassNumbering:
-    """The numbers of the classes of all examples that one task reads.
+    """The class numbers for all examples that one task reads.
 
     Args:
-        task: the run config's section.
-        model_names: returns the names of the model's classes by number; () if it has none of its own. It may load the
+        task: the task section of the run config.
+        model_names: returns the model's class names by number; () if the model has no names. A call may load the
             model.
-        model_classes: returns the model's number of classes; 0 if the names decide it.
+        model_classes: returns the model's number of classes; 0 if the names determine it.
     """
 
     def __init__(
@@ -93,19 +94,19 @@ class ClassNumbering:
 
     @property
     def count(self) -> int:
-        """Return the number of classes; 0 if neither model nor names decide it."""
+        """Return the number of classes; 0 if neither the model nor the names determine it."""
         return self._model_classes() or len(self.names)
 
     def note(self, declared: tuple[str, ...], folder: str) -> None:
-        """Note the names that the data set in `folder` declares, for `require_shared`; loads no model."""
+        """Note the names that the data set in `folder` declares, for `require_shared`, without loading a model."""
         if declared:
             self._noted[declared] = folder
 
     def require_shared(self) -> None:
-        """Check that every site of the run has the numbers of this task.
+        """Check that every site in the run uses the same class numbers as this task.
 
         Raises:
-            TaskError: a data set's own names number the classes; the message has the line for the run config.
+            TaskError: the names of a data set number the classes; the message has the line to add to the run config.
         """
         for declared, folder in self._noted.items():
             self._check(declared, folder)
@@ -120,7 +121,8 @@ class ClassNumbering:
         """Return the number of an example's class.
 
         Raises:
-            TaskError: it has none; or its data set's names are not among those of the run, or of the data sets before.
+            TaskError: the example has no class, or its data set declares names that are not among those of the run or
+                of the data sets read before.
         """
         column = self._task.target_column
         value: object = example.values.get(column)
@@ -134,10 +136,10 @@ class ClassNumbering:
         )
 
     def find(self, value: object, example: Example) -> int | None:
-        """Return the number of a label in an example; None for a value that is no label.
+        """Return the number of a label in an example; None for a value that isn't a label.
 
         Raises:
-            TaskError: the data set's names are not among those of the run, or of the data sets before.
+            TaskError: the data set declares names that are not among those of the run or of the data sets read before.
         """
         text = (as_text(value) or "").strip()
         if declared := example.class_names:
@@ -153,7 +155,7 @@ class ClassNumbering:
         return None
 
     def _check(self, declared: tuple[str, ...], folder: str) -> None:
-        """Check the names that a data set declares; the first ones become the task's if the config has none."""
+        """Check the names that a data set declares. If the config gives no names, the first ones become the task's."""
         if declared in self._checked:
             return
         if not self.names:
@@ -169,7 +171,7 @@ class ClassNumbering:
         self._checked.add(declared)
 
     def _counted(self, declared: tuple[str, ...], folder: str) -> tuple[str, ...]:
-        """Return the names of a data set; raise TaskError if the model distinguishes another number of classes."""
+        """Return the names of a data set; raise TaskError if the model has a different number of classes."""
         count = self._model_classes()
         if count and count != len(declared):
             raise TaskError(
@@ -183,6 +185,6 @@ class ClassNumbering:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return the names for a message, bounded."""
+    """Return the names for a message, limited in length."""
     more = f" and {len(names) - _MOST_LISTED:,} more" if len(names) > _MOST_LISTED else ""
     return ", ".join(sanitize(name, _LONGEST_LISTED) for name in names[:_MOST_LISTED]) + more

@@ -1,4 +1,4 @@
-"""Files of columns: Parquet, and the Arrow files of `datasets`. Errors name the file and never quote a value."""
+"""Columnar files: Parquet, and the Arrow files that `datasets` writes. Errors name the file but never quote a value."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ COLUMNAR_SUFFIXES = (".parquet", ".arrow")
 
 
 def is_columnar(file: Path) -> bool:
-    """Return whether the file's ending is one of COLUMNAR_SUFFIXES, in any case."""
+    """Return whether the file extension is one of COLUMNAR_SUFFIXES, ignoring case."""
     return file.name.lower().endswith(COLUMNAR_SUFFIXES)
 
 
 def read_schema(file: Path) -> pyarrow.Schema:
-    """Return the schema of a file. Raises TaskError for a damaged file, or a column name that occurs twice."""
+    """Return the schema of a file. Raises TaskError for a damaged file or a duplicate column name."""
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     with _errors_of(file):
@@ -41,7 +41,7 @@ def read_schema(file: Path) -> pyarrow.Schema:
 
 
 def count_rows(file: Path) -> int:
-    """Return the number of rows of a file. Raises TaskError for a damaged file."""
+    """Return the number of rows in a file. Raises TaskError for a damaged file."""
     import pyarrow.parquet
 
     with _errors_of(file):
@@ -52,7 +52,7 @@ def count_rows(file: Path) -> int:
 
 
 def iter_tables(file: Path, columns: Sequence[str], at_once: int) -> Iterator[pyarrow.Table]:
-    """Yield tables of at most `at_once` rows with these columns of the file. Raises TaskError for a damaged file."""
+    """Yield tables of at most `at_once` rows with these columns. Raises TaskError for a damaged file."""
     import pyarrow
     import pyarrow.parquet
 
@@ -69,7 +69,7 @@ def iter_tables(file: Path, columns: Sequence[str], at_once: int) -> Iterator[py
         with _open_arrow(file) as reader:
             for batch in _batches(reader):
                 table = pyarrow.Table.from_batches([batch]).select(list(columns))
-                table.validate(full=True)  # the file is mapped: a wrong offset would end the process
+                table.validate(full=True)  # the file is mapped: a wrong offset would crash the process
                 for start in range(0, len(table), at_once):
                     yield table.slice(start, at_once)
 
@@ -79,7 +79,7 @@ def _is_parquet(file: Path) -> bool:
 
 
 def _open_arrow(file: Path) -> contextlib.AbstractContextManager[pyarrow.ipc.RecordBatchStreamReader]:
-    """Open a file in one of Arrow's two formats: the stream, which `datasets` writes, or the file."""
+    """Open a file in either of Arrow's two formats: the stream format, which `datasets` writes, or the file format."""
     import pyarrow
 
     source = pyarrow.memory_map(str(file)) if file.stat().st_size else pyarrow.BufferReader(b"")
@@ -98,7 +98,7 @@ def _batches(reader: pyarrow.RecordBatchReader) -> Iterator[pyarrow.RecordBatch]
 
 @contextlib.contextmanager
 def _errors_of(file: Path) -> Iterator[None]:
-    """Context that turns the libraries' errors about a file into TaskErrors: their own texts may quote a value."""
+    """Return a context that turns library errors about a file into TaskErrors, because their text may quote a value."""
     import pyarrow
 
     try:

@@ -1,14 +1,14 @@
-"""The text around the turns of a conversation, by a base's chat template.
+"""The text around the turns of a conversation, from a base's chat template.
 
-As in `prompt_template`, the template renders placeholders, once for each number of turns, and no example passes
-through it.
+As in `prompt_template`, the template renders placeholders, once per number of turns, and no example passes
+through the template.
 
-| part | what it is |
+| part | content |
 |---|---|
-| prompt of the last answer | exactly the template's rendering of the turns before it with add_generation_prompt |
-| a learned answer | begins where the template's prompt for it ends; if the template writes earlier answers in another |
-| | way (without a thought), with its text |
-| | and ends with the token that ends the turn; where the template writes none, with its text |
+| prompt for the last answer | exactly the template's rendering of the turns before it with add_generation_prompt |
+| an answer trained on | begins where the prompt for the answer ends or, if the template writes earlier answers |
+| | differently (without a thought), where its own text begins |
+| | ends with the end-of-turn token or, if the template writes none, where its own text ends |
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = ["ConversationFrame", "conversation_frame"]
 @final
 @dataclass(frozen=True)
 class ConversationFrame:
-    """The text around the texts of a conversation's turns.
+    """The text around the turns of a conversation.
 
     Attributes:
-        gaps: the text before each turn's text, and behind the last answer's text.
-        trims: for each turn, the characters that the template strips from the left and the right of its text, as
-            arguments of `str.strip`.
-        leads, tails: for each answer, how many characters before and behind its text are learned with it.
-        has_system: whether the first turn is the system's.
+        gaps: the text before each turn's own text, and after the last answer's.
+        trims: for each turn, the characters that the template strips from the left and the right of the text, as
+            arguments to `str.strip`.
+        leads, tails: for each answer, how many characters before and after its text are trained on with it.
+        has_system: whether the first turn is a system turn.
     """
 
     gaps: tuple[str, ...]
@@ -47,8 +47,8 @@ class ConversationFrame:
     def fill(self, source: Conversation, target: str) -> MarkedText:
         """Return the text of a conversation.
 
-        Its marks are the start and the end of each learned earlier answer, the start and the end of the last question,
-        and the start of the last answer.
+        Its marks are the start and end of each earlier answer that is trained on, the start and end of the last
+        question, and the start of the last answer.
         """
         text, places = "", list[tuple[int, int]]()
         turns = (*source.texts, target)
@@ -69,16 +69,16 @@ class ConversationFrame:
 def conversation_frame(
     tokenizer: Any, single: PromptFrame, exchanges: int, has_system: bool, refusal: Refusal
 ) -> ConversationFrame:
-    """Return the frame of conversations with that many questions and answers.
+    """Return the frame for conversations with `exchanges` questions and answers.
 
     Args:
-        tokenizer: has the chat template.
-        single: its frame of one question and its answer.
-        refusal: returns the error for what was expected and found.
+        tokenizer: the tokenizer with the chat template.
+        single: the template's frame for one question and its answer.
+        refusal: returns the error, given the expected and the found text.
 
     Raises:
-        the error of `refusal`: the template refuses these turns, changes them or renders them in another order, or its
-            conversation does not begin with its prompt for the last answer.
+        the error from `refusal`: the template refuses these turns, changes them or renders them in a different order,
+            or the rendered conversation does not begin with the prompt for the last answer.
     """
     roles = (*(("system",) if has_system else ()), *("user", "assistant") * exchanges)
     texts = [f'fedVeil{i} \n\n <text> & "it\'s"' for i in range(len(roles))]
@@ -115,7 +115,7 @@ def conversation_frame(
 
 
 def _tail(gap: str, last: str, tokenizer: Any, stops: Collection[int]) -> int:
-    """Return how much of the text behind an earlier answer is learned with it."""
+    """Return how many characters after an earlier answer are trained on with it."""
     text, token = find_turn_end(gap, tokenizer)
     if token in stops:
         return len(text)
@@ -135,7 +135,7 @@ def _gaps(text: str, texts: Sequence[str], kind: str, refusal: Refusal) -> list[
 
 
 def _trims(plain: Sequence[str], padded: Sequence[str], refusal: Refusal) -> tuple[tuple[str | None, str | None], ...]:
-    """Return what the template strips from the left and the right of each text."""
+    """Return the characters that the template strips from the left and the right of each text."""
     rights, lefts = list[str | None](), list[str | None]()
     for i, (gap, found) in enumerate(zip(plain, padded, strict=True)):
         options = [

@@ -1,13 +1,13 @@
-"""Conversations in one column of a row (task.messages-column), as OpenAI or ShareGPT write them.
+"""Conversations in one column of a row (task.messages-column), in the OpenAI or the ShareGPT format.
 
-| form | a turn | roles |
+| format | a turn | roles |
 |---|---|---|
 | OpenAI | `{"role": "user", "content": "..."}` | system, user, assistant |
 | ShareGPT | `{"from": "human", "value": "..."}` | system, human or user, gpt or assistant |
 
-The keys of a conversation's first turn say which form it has. A content may be a list of parts, of which each is
-`{"type": "text", "text": "..."}`. A conversation begins with a system turn or none; then the user and the assistant
-take turns, and the assistant answers at least once. A last turn without an answer is left out.
+The keys of the first turn determine the format of a conversation. The content may be a list of parts, each
+`{"type": "text", "text": "..."}`. A conversation may begin with a system turn; then the user and the assistant
+alternate, and the assistant answers at least once. A final, unanswered user turn is left out.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _UNSUPPORTED = ("tool_calls", "function_call", "weight", "images", "reasoning_co
 
 
 class ConversationError(ValueError):
-    """A conversation that cannot be trained on. Its text contains no value of the row."""
+    """A conversation that cannot be trained on. The error text contains no row value."""
 
 
 @final
 class EmptyTurnError(ConversationError):
-    """A conversation that lacks a text: it is null or has no turns, no answer, or a turn without text."""
+    """A conversation with missing text: it is null, or has no turns, no answer, or a turn without text."""
 
 
 @final
@@ -43,10 +43,10 @@ class Conversation:
 
     Attributes:
         system: the text of the system turn; "" if there is none.
-        earlier: the questions with their answers before the last question, in order.
+        earlier: the earlier questions, each with its answer, in order.
         question: the last question that has an answer.
         form: "OpenAI" or "ShareGPT".
-        unanswered: whether a last turn of the user, which has no answer, was left out.
+        unanswered: whether a final, unanswered user turn was left out.
     """
 
     system: str
@@ -72,11 +72,11 @@ class Conversation:
 
 
 def read_conversation(value: object) -> tuple[Conversation, str]:
-    """Return what stands before the last answer in a column's value, and this answer.
+    """Return the conversation in a column's value up to its last answer, and that answer.
 
     Raises:
-        EmptyTurnError: it lacks a text.
-        ConversationError: it has neither form, another role, or turns in another order.
+        EmptyTurnError: some text is missing.
+        ConversationError: the value has neither format, an unknown role, or turns in a different order.
     """
     if value is None:
         raise EmptyTurnError("expected a list of turns, found no value (null)")
@@ -114,7 +114,7 @@ def _form_of(turn: object) -> str:
 
 
 def _turn(turn: object, form: str, number: int, is_last: bool) -> tuple[str, str]:
-    """Return the role and the text of a turn; a last one of the user, which is left out, may have none."""
+    """Return the role and the text of a turn. A final user turn, which is left out, may have no text."""
     role_key, text_key = _FORMS[form]
     if not isinstance(turn, Mapping):
         raise ConversationError(f"expected an object as turn {number}, found {describe_value(turn)}")
@@ -135,7 +135,7 @@ def _turn(turn: object, form: str, number: int, is_last: bool) -> tuple[str, str
 
 
 def _text_of(value: object, key: str, number: int) -> str:
-    """Return the text of a turn's content; "" for null."""
+    """Return the text in a turn's content; "" for null."""
     if value is None:
         return ""
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):

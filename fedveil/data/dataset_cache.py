@@ -1,25 +1,25 @@
-"""A cache of prepared examples that outlives its process: sets of arrays in a private folder, memory-mapped.
+"""A persistent cache of prepared examples: sets of memory-mapped arrays in a private folder.
 
     <folder>/<SHA-256 of the key>/about.json     {"fedveil-rows": 1, "key": {...},
                                                   "arrays": {name: {"kind", "bytes", "sha256"}, ...}}
     <folder>/<SHA-256 of the key>/<name>.bin     little-endian numbers
-    <folder>/.<random>.part                      what is being written
+    <folder>/.<random>.part                      a set that is being written
 
-The key contains everything that determines the arrays: the examples' content, how they were selected,
-the tokenizer, the code.
+The key contains everything that determines the arrays: the content of the examples, how they were
+selected, the tokenizer, and the code.
 
 | case | what happens |
 |---|---|
-| the key differs in anything | another set is used; this one is not read |
+| the key differs in any part | a different set is used; this one is not read |
 | an incomplete or damaged set, or one that other users can access | it is removed and rebuilt |
-| the process dies while it writes | a .part file remains; no process reads it, and a later write removes it after an
-hour |
-| two processes build the same set | each uses its own; the first one to finish stores it |
+| the process dies while writing | a .part file remains; no process reads it, and a later write removes it after an
+  hour |
+| two processes build the same set | the first one to finish stores its set; the other uses its own |
 | more than KEPT sets | the least recently used are removed; a process that has one mapped can still use it |
-| the disk is full | StateError, nothing is stored |
+| the disk is full | StateError; nothing is stored |
 
-The digests detect damage. They do not protect against anyone who can write to the site's folder and so can also
-change its examples.
+The SHA-256 digests detect damage. They do not protect against anyone who can write to the site's folder, because such
+a person could change the site's examples too.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ KEPT = 4
 _VERSION = 1
 _ABOUT = "about.json"
 _LARGEST_ABOUT = 1 << 20
-_WRITING_SECONDS = 3600.0  # after this time, no process still writes a .part
+_WRITING_SECONDS = 3600.0  # after this time, no process is still writing a .part file
 
 log = logging.getLogger("fedveil.data")
 
 
 def cache_key(config: RunConfig, split: str, share: DatasetShard | None) -> dict[str, Any]:
-    """Return the task-independent part of the key: the selection of the examples, and the code."""
+    """Return the task-independent part of the key: how the examples are selected, and the code."""
     task = config.task.model_dump()
     drawn = share is not None or config.task.examples_per_site > 0
     return {
@@ -82,18 +82,18 @@ def _code() -> str:
 
 @final
 class DatasetCache:
-    """The cached sets of one data set.
+    """The cached sets of arrays for one data set.
 
     Args:
-        folder: created when something is written.
-        kinds: dtypes of the arrays of every set, by name: "<i4", "<i8".
+        folder: the folder of the cache, created on the first write.
+        kinds: the dtype of each array in a set, by array name: "<i4" or "<i8".
     """
 
     def __init__(self, folder: Path, kinds: Mapping[str, str]) -> None:
         self._folder, self._kinds = folder, kinds
 
     def find(self, key: Mapping[str, Any]) -> Part | None:
-        """Return the arrays under exactly this key, checked and mapped; None if they are missing or incomplete."""
+        """Return the checked, mapped arrays stored under exactly this key; None if they are missing or incomplete."""
         folder = self._of(key)
         if not folder.is_dir():
             return None
@@ -114,7 +114,7 @@ class DatasetCache:
             return None
 
     def put(self, key: Mapping[str, Any], parts: Iterable[Part]) -> Part:
-        """Write a set, part by part, and return its arrays, mapped. If `parts` raises, nothing remains on disk.
+        """Write a set part by part and return its mapped arrays. If `parts` raises an error, nothing remains on disk.
 
         Raises:
             StateError: the folder is not writable.
@@ -155,7 +155,7 @@ class DatasetCache:
 
     def _tidy(self) -> None:
         """Remove the least recently used sets and files left by dead processes."""
-        with contextlib.suppress(FileNotFoundError):  # another process tidies too
+        with contextlib.suppress(FileNotFoundError):  # another process may be tidying too
             ages = {path: path.lstat().st_mtime for path in self._folder.iterdir()}
             sets = sorted((path for path in ages if not path.name.startswith(".")), key=lambda path: ages[path])
             before = time.time() - _WRITING_SECONDS
@@ -164,7 +164,7 @@ class DatasetCache:
 
 
 def _written(folder: Path, parts: Iterable[Part], kinds: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Append every part to the files of its arrays. Return their entries for about.json."""
+    """Append every part to the files of the arrays. Return the arrays' entries for about.json."""
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(_new(folder / f"{name}.bin")) for name in kinds}
         digests = {name: hashlib.sha256() for name in kinds}

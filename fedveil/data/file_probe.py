@@ -1,10 +1,10 @@
-"""Check that a file has rows with the given columns, without reading all of a large file.
+"""Check that a file has rows with the given columns, without reading a large file completely.
 
-| file | part that is read |
+| file | what is read |
 |---|---|
-| Parquet | its footer: the names of its columns, the number of its rows |
-| a text file of at most _MOST_BYTES | all of it, as a run reads it |
-| longer or compressed ones | the rows within these bytes |
+| Parquet | the footer: the column names and the number of rows |
+| a text file of at most _MOST_BYTES | the whole file, in the same way as in a run |
+| a longer or compressed text file | the rows within its first _MOST_BYTES |
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _AT_ONCE = 64  # rows, which may be images
 
 @dataclass(frozen=True)
 class FileProbe:
-    """The number of examples read from the files of a split, and whether these are all of them."""
+    """The number of examples read from the files of a split, and whether the files have no others."""
 
     rows: int
     is_whole: bool
 
 
 def is_small(files: Sequence[Path]) -> bool:
-    """Return whether the files have few enough bytes for a check to read all of them."""
+    """Return whether the files are small enough for a check to read completely."""
     return sum(file.stat().st_size for file in files) <= _MOST_BYTES
 
 
 def probe_files(
     files: Sequence[Path], columns: tuple[str, ...], texts: tuple[str, ...] = (), others: tuple[str, ...] = ()
 ) -> FileProbe:
-    """Count the rows of a split's files and check their columns.
+    """Count the rows in a split's files and check the columns.
 
-    Raises TaskError like `tables.read_table`, for the part read.
+    Raises TaskError like `tables.read_table`, for the part that was read.
     """
     if not is_columnar(files[0]) and is_small(files):
         return FileProbe(len(tables.read_table(files, columns, texts=texts, only=(*columns, *others))), True)
@@ -74,7 +74,7 @@ def first_rows(file: Path, column: str, most: int) -> Iterator[tuple[Any, int]]:
 
 
 def undecodable(file: Path, columns: Sequence[str]) -> TaskError:
-    """Return the error for values of a columnar file that are none of Python's. It quotes none of them."""
+    """Return the error for values in a columnar file that Python cannot represent. It does not quote any value."""
     return TaskError(
         f'task.data: cannot read {" and ".join(columns)} of the split with "{file}": a text is not UTF-8, or a date '
         "lies beyond the year 9999; correct it"
@@ -89,7 +89,7 @@ def _decoded(part: pyarrow.Table, file: Path, column: str) -> list[Any]:
 
 
 def describe_reading(file: Path) -> str:
-    """Return the encoding and the separator of a text file as `tables.describe_reading`, of the part that is read."""
+    """Return the encoding and separator of a text file, like `tables.describe_reading`, from the part that is read."""
     return tables.describe_reading(file, _MOST_BYTES)
 
 

@@ -1,21 +1,21 @@
-"""Decode an image file to 8-bit RGB or grey, by one rule for each kind of file.
+"""Decode an image file to 8-bit RGB or grayscale, with one rule per kind of file.
 
 | in the file | in the decoded image |
 |---|---|
-| 1 to 8 bits of grey, or RGB | the same |
-| RGB of 16 bits | the high byte of each value, which is how Pillow reads it |
-| more bits of grey | scaled by the declared range: sBIT (PNG), MaxSampleValue or the bits per sample (TIFF), the
-  maximum of a PGM |
-| floats | scaled by SMinSampleValue and SMaxSampleValue (TIFF); refused where these are missing |
-| a value outside the declared range | refused, not clipped |
+| grayscale with 1 to 8 bits, or RGB | the same |
+| 16-bit RGB | the high byte of each value, because Pillow reads it that way |
+| grayscale with more bits | scaled by the declared range: sBIT (PNG), MaxSampleValue or the bits per sample (TIFF), or
+  the maximum in a PGM file |
+| floats | scaled by SMinSampleValue and SMaxSampleValue (TIFF); refused if these are missing |
+| a value outside the declared range | refused rather than clipped |
 | WhiteIsZero (TIFF) | inverted |
-| a palette, CMYK, YCbCr, LAB | its colors in RGB |
+| a palette, CMYK, YCbCr, LAB | converted to RGB |
 | alpha, or a transparent color | composited on white |
 | EXIF orientation | applied |
-| several frames or pages | the first |
+| several frames or pages | the first one |
 
-No range is computed from pixels, so equal values are equal in all images, and no image influences another. Each
-conversion has a name; `image_conversions` returns the names from the header only, so that they are cheap to count.
+No range is computed from pixels, so equal values stay equal across images, and no image influences another. Each
+conversion has a name; `image_conversions` determines the names from the header alone, so they are cheap to count.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from fedveil.errors import TaskError
 
 __all__ = ["decode_image", "describe_conversions", "image_conversions"]
 
-_BITS, _PHOTOMETRIC, _MAX_SAMPLE, _FORMAT, _FLOAT_MIN, _FLOAT_MAX = 258, 262, 281, 339, 340, 341  # tags of TIFF
+_BITS, _PHOTOMETRIC, _MAX_SAMPLE, _FORMAT, _FLOAT_MIN, _FLOAT_MAX = 258, 262, 281, 339, 340, 341  # TIFF tags
 _WHITE_IS_ZERO, _UNSIGNED = 0, 1
-_ORIENTATION = 0x0112  # a tag of EXIF
-_SIGNIFICANT_BITS = "sBIT"  # a chunk of PNG
+_ORIENTATION = 0x0112  # an EXIF tag
+_SIGNIFICANT_BITS = "sBIT"  # a PNG chunk
 _DEEP = ("I", "F")  # the first letter of Pillow's modes with more than 8 bits
 _ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
 _COLORS = ("CMYK", "YCbCr", "LAB", "HSV")
 
 
 def decode_image(image: bytes, where: str, mode: str = "RGB") -> Any:
-    """Decode the image in Pillow's mode `mode`, "RGB" or "L".
+    """Decode the image to Pillow's mode `mode`, "RGB" or "L".
 
     Raises:
-        TaskError: the image does not decode, has no declared range, or has values outside of it.
+        TaskError: the image does not decode, declares no range, or has values outside its range.
     """
     try:
         return _decoded(_opened(image), mode)
@@ -55,10 +55,10 @@ def decode_image(image: bytes, where: str, mode: str = "RGB") -> Any:
 
 
 def image_conversions(image: bytes, where: str) -> tuple[str, ...]:
-    """Return the names of the conversions of `decode_image`, by the image's header.
+    """Return the names of the conversions that `decode_image` would make, from the image header.
 
     Raises:
-        TaskError: the header is not an image's; later bytes are checked when the image is decoded.
+        TaskError: the header isn't an image header. The remaining bytes are checked when the image is decoded.
     """
     try:
         with _opened(image) as opened:
@@ -68,13 +68,13 @@ def image_conversions(image: bytes, where: str) -> tuple[str, ...]:
 
 
 def describe_conversions(images: Iterable[tuple[str, ...]]) -> str:
-    """Return how many of the images have each conversion, the most frequent first; "" if none has any."""
+    """Return how many images need each conversion, the most frequent first; "" if no image needs any."""
     counts = Counter(name for names in images for name in names)
     return ", ".join(f"{name} ({count:,})" for name, count in counts.most_common())
 
 
 class _RangeError(Exception):
-    """Pixel values without a declared range, or outside of it."""
+    """Pixel values without a declared range, or outside the declared range."""
 
 
 def _opened(image: bytes) -> Any:
@@ -87,7 +87,7 @@ def _opened(image: bytes) -> Any:
 
 
 def _significant_bits(image: bytes) -> int:
-    """Return the bits of grey that a PNG's sBIT chunk declares, 0 without one. Pillow does not read it."""
+    """Return the grayscale bits that a PNG's sBIT chunk, which Pillow does not read, declares; 0 without a chunk."""
     at = 8
     while at + 9 <= len(image):
         length, kind = int.from_bytes(image[at : at + 4]), image[at + 4 : at + 8]
@@ -121,13 +121,13 @@ def _conversions(opened: Any) -> tuple[str, ...]:
 
 
 def _declared_range(opened: Any) -> tuple[float, float]:
-    """Return the pixel values that are black and white, by the file's header."""
+    """Return the pixel values for black and white, from the file header."""
     tags = getattr(opened, "tag_v2", None)
     if tags is None:
         if opened.format == "PNG":
             return 0, 2 ** (opened.info[_SIGNIFICANT_BITS] or 16) - 1
         if opened.format == "PPM" and opened.mode[0] == "I":
-            return 0, 65535  # Pillow scales a PGM to this by the maximum in its header
+            return 0, 65535  # Pillow scales a PGM to this range by the maximum in its header
         raise _RangeError(f"a {opened.format} file declares no range of its values")
     if opened.mode[0] == "F":
         if _FLOAT_MIN not in tags or _FLOAT_MAX not in tags:
@@ -160,11 +160,11 @@ def _decoded(opened: Any, mode: str) -> Any:
 
 
 def _scaled(opened: Any, tags: Any) -> np.ndarray:
-    """Return the grey values of a deep image in 8 bits."""
+    """Return the gray values of an image with more than 8 bits, scaled to 8 bits."""
     low, high = _declared_range(opened)
     values = np.asarray(opened).astype(np.float64)
     if opened.mode == "I" and high > 2**31:
-        values = np.where(values < 0, values + 2**32, values)  # Pillow holds 32 unsigned bits as signed
+        values = np.where(values < 0, values + 2**32, values)  # Pillow stores unsigned 32-bit values as signed
     key = opened.info.get("transparency")
     transparent = values == key if isinstance(key, int) else np.zeros(values.shape, bool)
     if not np.isfinite(values).all() or values.min() < low or values.max() > high:
@@ -177,7 +177,7 @@ def _scaled(opened: Any, tags: Any) -> np.ndarray:
 
 
 def _undecodable(where: str, error: Exception) -> TaskError:
-    """Return the error for an image that does not decode. Pillow's own text may quote bytes of the file."""
+    """Return the error for an image that does not decode. Pillow's error text is not used: it may quote file bytes."""
     from PIL import Image, UnidentifiedImageError
 
     match error:

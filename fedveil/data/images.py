@@ -1,4 +1,4 @@
-"""Images of a data set: their table with class names, their bytes, and a bound on decoded images."""
+"""The images of a data set: their table with class names, their bytes, and a memory limit for decoded images."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from fedveil.errors import TaskError
 __all__ = ["image_bytes"]
 
 _Out = TypeVar("_Out")
-KEPT_BYTES = 1 << 30  # for decoded images; beyond it, an image is decoded again for every batch that contains it
-_MOST_ENDINGS = 8  # that a message names
+KEPT_BYTES = 1 << 30  # for decoded images; beyond it, images are decoded again for every batch that contains them
+_MOST_ENDINGS = 8  # named in a message
 
 
 @dataclass
@@ -44,7 +44,7 @@ class DecodeMemoryLimit:
 
 
 def decode_parallel(works: Sequence[Callable[[], _Out]]) -> list[_Out]:
-    """Run the decoders in threads and return their results in order: decoding releases Python's lock."""
+    """Run the decoders in threads, because decoding releases the GIL, and return their results in order."""
     return list(_pool().map(lambda work: work(), works))
 
 
@@ -54,10 +54,10 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def image_bytes(example: Example, column: str) -> bytes:
-    """Return the bytes of an example's image: from `datasets` ({"bytes", "path"}), raw bytes, or a file at a path.
+    """Return the bytes of an example's image, given as `datasets` stores it ({"bytes", "path"}), raw bytes or a path.
 
     Raises:
-        TaskError: the example has no image, or there is none at its path.
+        TaskError: the example has no image, or its path does not lead to an image.
     """
     value: object = example.values.get(column)
     if isinstance(value, Mapping):
@@ -73,20 +73,20 @@ def image_bytes(example: Example, column: str) -> bytes:
 
 
 def note_conversions(images: Sequence[tuple[str, ...]]) -> None:
-    """Note how many of the images are converted, and how; see `image_decoding`."""
+    """Note how many images are converted, and how; see `image_decoding`."""
     if converted := sum(map(bool, images)):
         said = image_decoding.describe_conversions(images)
         note(f"{converted} of {len(images)} images are converted: {said}")
 
 
 def image_table(data: Path, split: str, task: TaskConfig) -> DatasetTable:
-    """Return images with their classes, from the file of a split or an image folder `<split>/<class>/<image>`.
+    """Return images with their classes, from a split's file or from an image folder `<split>/<class>/<image>`.
 
-    The class names are those that the target column declares (ClassLabel), else none; for an image folder, the class
-    folders, or none if all are numbers.
+    The class names are those that the target column declares (ClassLabel), if any. For an image folder, they are the
+    names of the class folders, unless all of these are numbers.
 
     Raises:
-        TaskError: like `tables.read_split`, or an image folder without an image.
+        TaskError: as in `tables.read_split`, or an image folder has no images.
     """
     if folder := class_folder(data, split):
         return _by_class(folder, task)
@@ -100,7 +100,7 @@ def declared_names(data: Path, split: str, task: TaskConfig) -> tuple[str, ...]:
     """Return the class names that a split declares, as `image_table` does, without reading rows.
 
     Raises:
-        TaskError: like `scan_class_folders` and `split_files`, or a damaged Parquet file.
+        TaskError: as in `scan_class_folders` and `split_files`, or a Parquet file is damaged.
     """
     if folder := class_folder(data, split):
         names = scan_class_folders(folder).names
@@ -113,29 +113,29 @@ def declared_names(data: Path, split: str, task: TaskConfig) -> tuple[str, ...]:
 
 
 def _names_of(feature: object) -> tuple[str, ...]:
-    """Return the names of a column of type ClassLabel, or of lists of it; () for another one."""
+    """Return the names in a column of type ClassLabel or lists of ClassLabel; () for any other column."""
     return tuple(getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None) or ())
 
 
 def is_by_class(data: Path, split: str) -> bool:
-    """Return whether a split is a folder of class folders rather than a file."""
+    """Return whether a split is a folder with class folders rather than a file."""
     return class_folder(data, split) is not None
 
 
 def class_folder(data: Path, split: str) -> Path | None:
-    """Return the folder of a split's class folders; None if the split is a file. Raises TaskError for two folders."""
+    """Return the folder with a split's class folders; None if the split is a file. Raises TaskError for two folders."""
     if not data.is_dir() or split_files.find_split_files(data, split):
         return None
     return split_files.find_split_folder(data, split)
 
 
 def locate_pictures(table: DatasetTable, column: str) -> DatasetTable:
-    """Return the table with its images' names as paths from its folder, see `picture_paths`."""
+    """Return the table with image names replaced by paths relative to its folder; see `picture_paths`."""
     if getattr(table.rows.features[column], "dtype", "") not in ("string", "large_string"):
         return table
     try:
         names = list(table.rows.select(range(min(picture_paths.NAMES, len(table.rows))))[column])  # else read later
-    except (ValueError, OverflowError):  # a text that is not UTF-8; the row's own reading says where
+    except (ValueError, OverflowError):  # text that is not UTF-8; the error raised when the row is read says where
         return table
     found = picture_paths.find_pictures(names, column, Path(table.folder))
     if found is None:
@@ -145,9 +145,9 @@ def locate_pictures(table: DatasetTable, column: str) -> DatasetTable:
 
 
 def _read_path(path: str, example: Example, column: str) -> bytes:
-    """Return the content of the file at a path of a row. No message names the path, which is a value of the row.
+    """Return the content of the file at a row's path. No message names the path, because it is a row value.
 
-    Links in the folder are followed: the site placed them there. The row must not leave the folder by itself.
+    Links in the folder are followed, because the site placed them there. The path itself must not leave the folder.
     """
     reason = "the path leaves the folder of the data"
     folder = Path(example.folder).absolute()
@@ -171,9 +171,9 @@ class ClassFolders:
     """The contents of a split's class folders.
 
     Attributes:
-        names: the class folders, sorted; those without an image are classes too.
-        images: the images of all classes, in the order of classes and paths.
-        unread: the other files, apart from those that operating systems make.
+        names: the class folders, sorted; a folder without images is a class too.
+        images: the images of all classes, ordered by class and path.
+        unread: all other files, except those that operating systems create.
     """
 
     names: tuple[str, ...]
@@ -181,7 +181,7 @@ class ClassFolders:
     unread: tuple[Path, ...]
 
     def describe_unread(self) -> str:
-        """Return how many files are not read, by their endings; "" if all are."""
+        """Return how many files are not read, by file extension; "" if all are read."""
         endings = Counter(file.suffix or "no ending" for file in self.unread)
         said = ", ".join(f"{ending} ({count:,})" for ending, count in endings.most_common(_MOST_ENDINGS))
         return f"{len(self.unread):,} files not read: {said}" if self.unread else ""
@@ -191,7 +191,7 @@ def scan_class_folders(folder: Path) -> ClassFolders:
     """Find the images of `folder`, at any depth of its class folders. Hidden and system files and folders are skipped.
 
     Raises:
-        TaskError: there is no image.
+        TaskError: there are no images.
     """
     names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not is_made_by_system(path.name))
     images = list[Path]()
@@ -211,7 +211,7 @@ def scan_class_folders(folder: Path) -> ClassFolders:
 
 
 def _by_class(folder: Path, task: TaskConfig) -> DatasetTable:
-    """Return the images of class folders, with the class in task.target-column and in task.label-column."""
+    """Return the images in class folders, with the class in both task.target-column and task.label-column."""
     from datasets import Dataset
 
     found = scan_class_folders(folder)

@@ -1,4 +1,4 @@
-"""Rows and batches of an own model: an item of its data set is read when a batch needs it."""
+"""Rows and batches for your own model: a data set item is read when a batch needs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["OwnBatch", "OwnExample", "OwnRow", "OwnRows", "describe_batch", "map
 
 @dataclass(frozen=True)
 class OwnExample(Example):
-    """Row `values["row"]` of a data set that the own model's file returned."""
+    """Row `values["row"]` of a data set that the model file returned."""
 
     dataset: Any = None
 
@@ -32,13 +32,13 @@ class OwnRow:
 
     @property
     def length(self) -> int:
-        """Return 1: bucketing leaves the rows of an own model in their order."""
+        """Return 1, so that bucketing keeps the rows in their order."""
         return 1
 
 
 @final
 class OwnRows(Sequence[OwnRow]):
-    """The rows of examples, in their order; a slice is a list."""
+    """The rows of the examples, in order; a slice is a list."""
 
     def __init__(self, examples: Examples) -> None:
         rows = []
@@ -66,7 +66,7 @@ class OwnRows(Sequence[OwnRow]):
 
 @dataclass(frozen=True)
 class OwnBatch:
-    """A batch as the file's collate() makes it, of `count` rows, whose losses are the terms of a mean."""
+    """A batch of `count` rows from the file's collate(); the row losses are the terms of a mean."""
 
     content: Any
     count: int
@@ -78,7 +78,7 @@ class OwnBatch:
 
     @property
     def tokens(self) -> int:
-        """Return 0: FedVeil does not know tokens of an own model."""
+        """Return 0: FedVeil does not know the tokens of your own model."""
         return 0
 
     def pinned(self) -> OwnBatch:
@@ -91,7 +91,7 @@ class OwnBatch:
 
 
 def map_tensors(content: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return the content with `change` applied to each tensor in its tuples, lists and mappings; mappings as dicts."""
+    """Return the content with `change` applied to each tensor in its tuples, lists and mappings (returned as dicts)."""
     if isinstance(content, Tensor):
         return change(content)
     if isinstance(content, Mapping):
@@ -104,7 +104,7 @@ def map_tensors(content: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def describe_batch(content: Any) -> str:
-    """Return the shapes and dtypes in a batch, without any value: (float32[16, 4], int64[16])."""
+    """Return the shapes and dtypes in a batch, without any values: (float32[16, 4], int64[16])."""
     if isinstance(content, Tensor):
         return f"{str(content.dtype).removeprefix('torch.')}{list(content.shape)}"
     if isinstance(content, Mapping):

@@ -1,9 +1,8 @@
-"""Packing of several short examples into one sequence: steps on the same examples, with less padding.
+"""Packing of several short examples into one sequence: training steps on the same examples, with less padding.
 
-Attention stays within an example. Positions restart at each example, and no mask is passed.
-transformers derives the block mask from the positions, for the families in FAMILIES. Tests compare their
-loss and gradient with those of unpacked examples. Each padding token is a separate example that does not
-count.
+Attention stays within an example. Positions restart at each example, and no mask is passed: for the model families in
+FAMILIES, transformers derives the block mask from the positions. Tests compare the loss and gradient of packed and
+unpacked examples. Each padding token is treated as a separate example that does not count.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import torch
 from fedveil.data.batches import TokenBatch, TokenExample
 from fedveil.errors import ConfigError
 
-FAMILIES = ("gpt2", "llama")  # by "model_type" of a model's config
+FAMILIES = ("gpt2", "llama")  # "model_type" in the model config
 
 
 def check_packing(family: str, name: str) -> None:
-    """Raise ConfigError unless the models of this family keep packed examples apart; `name` is the model's name."""
+    """Raise ConfigError unless models of this family keep packed examples separate; `name` is the model's name."""
     if family not in FAMILIES:
         raise ConfigError(
             f"train.packing: expected a model of one of the families {', '.join(FAMILIES)}, in which attention is "
@@ -31,7 +30,7 @@ def check_packing(family: str, name: str) -> None:
 def fit_sequences(lengths: Sequence[int], room: int) -> list[list[int]]:
     """Pack examples of these lengths, at most `room` each, into sequences of at most `room` tokens.
 
-    Uses first fit, longest first.
+    Uses first-fit packing, longest example first.
     """
     sequences: list[list[int]] = []
     left: list[int] = []
@@ -52,9 +51,9 @@ def collate_packed(
     whole: bool = False,
     width: Callable[[int], int] = lambda longest: longest,
 ) -> TokenBatch:
-    """Return one batch of `rows` in sequences of up to `room` tokens; otherwise as `batches.collate_batch`.
+    """Return one batch of `rows`, packed into sequences of up to `room` tokens; otherwise like `batches.collate_batch`.
 
-    Its `mask` is 1 where there is no padding. The model gets the positions ("position_ids" in `inputs`) instead.
+    The batch's `mask` is 1 except at padding. The model receives the positions ("position_ids" in `inputs`) instead.
     """
     sequences = [[rows[i] for i in chosen] for chosen in fit_sequences([row.length for row in rows], room)]
     length = width(max(sum(row.length for row in sequence) for sequence in sequences))

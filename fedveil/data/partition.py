@@ -1,16 +1,16 @@
 """Partition one table among several sites, with the partitioners of flwr-datasets.
 
 Every site's process splits the same table with the same seed and uses its own part, so nothing needs to be sent. Each
-row is in exactly one part and no part is empty; a partition for which this is impossible is refused.
+row is in exactly one part, and no part is empty; if a partition cannot satisfy this, it is refused.
 
-| task.partition | part of a site |
+| task.partition | the part for a site |
 |---|---|
 | iid | an equal share of the shuffled rows |
 | dirichlet | a share of each label, drawn from Dirichlet(task.alpha) |
-| pathological | the rows of task.classes-per-site labels, split with the other sites that have the label |
-| pathological, task.classes-per-site 0 | the rows of whole labels: of C shuffled labels round(C / sites) each, the rest
-  to the last site (Tran et al. 2025, DP-FPL) |
-| natural | the rows of whole labels; if there are more labels than sites, sorted labels are dealt out in turn |
+| pathological | the rows of task.classes-per-site labels; sites with the same label split its rows |
+| pathological, task.classes-per-site 0 | the rows of whole labels: round(C / sites) of C shuffled labels for each site,
+  and the rest for the last site (Tran et al. 2025, DP-FPL) |
+| natural | the rows of whole labels; if there are more labels than sites, the sorted labels are assigned in turn |
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _INDEX, _LABEL = "index", "label"
 
 
 def partition_rows(rows: Dataset, share: DatasetShard, task: TaskConfig, seed: int) -> Dataset:
-    """Return the part of `rows` of site `share.index` out of `share.count`. Raises the same errors as
+    """Return the part of `rows` for site `share.index` out of `share.count`. Raises the same errors as
     `partition_indices`."""
     return rows.select(partition_indices(rows, share, task, seed))
 
 
 def partition_indices(rows: Dataset, share: DatasetShard, task: TaskConfig, seed: int) -> list[int]:
-    """Return the indices of the rows of site `share.index` out of `share.count`, in the part's order.
+    """Return the row indices for site `share.index` out of `share.count`, in the order of its part.
 
     Raises:
-        TaskError: the index is out of range, or no partition gives each site some rows and each row a site.
+        TaskError: the index is out of range, or no partition gives every site some rows and every row a site.
     """
     from datasets import Dataset
 
@@ -58,7 +58,7 @@ def partition_indices(rows: Dataset, share: DatasetShard, task: TaskConfig, seed
         )
     if len(rows) < share.count:
         raise TaskError(f"task.data: expected at least one row per site ({share.count}), found {len(rows)}; add rows")
-    # The partitioners get a separate table, so that none of the user's columns is mistaken for theirs.
+    # The partitioners get a separate table, so that no user column is mistaken for one of their own.
     table = Dataset.from_dict({_INDEX: range(len(rows))})
     if task.partition == "iid":
         part = _load(_partitioner([], share, task, seed), table.shuffle(seed=seed), share, task)
@@ -73,7 +73,7 @@ def partition_indices(rows: Dataset, share: DatasetShard, task: TaskConfig, seed
 
 
 def example_labels(rows: Dataset, task: TaskConfig) -> list[str]:
-    """Return the label of each row: task.label-column, or the group that task.label-pattern matches in it.
+    """Return the label of each row: its value in task.label-column, or the group that task.label-pattern matches in it.
 
     Raises:
         TaskError: the column is missing, or the pattern is not a regular expression with one group.
@@ -101,7 +101,7 @@ def example_labels(rows: Dataset, task: TaskConfig) -> list[str]:
 
 
 def _dealt(found: list[str], share: DatasetShard) -> list[str]:
-    """Deal whole labels to the sites in turn; return a group name for each row, with as many groups as sites."""
+    """Assign whole labels to the sites in turn; return a group name for each row, with as many groups as sites."""
     distinct = sorted(set(found))
     if len(distinct) < share.count:
         raise TaskError(
@@ -117,7 +117,7 @@ def _is_apart(task: TaskConfig) -> bool:
 
 
 def _apart(found: list[str], share: DatasetShard, seed: int) -> list[str]:
-    """Group whole labels in runs of round(C / sites) (half to even) of a seeded order; return each row's group."""
+    """Group whole labels, in a seeded order, in runs of round(C / sites) (half to even); return each row's group."""
     distinct = sorted(set(found))
     random.Random(seed).shuffle(distinct)
     run = round(len(distinct) / share.count)
@@ -146,7 +146,7 @@ def _partitioner(found: list[str], share: DatasetShard, task: TaskConfig, seed: 
         case "dirichlet":
             return DirichletPartitioner(share.count, _LABEL, task.alpha, min_partition_size=1, seed=seed)
         case "pathological":
-            # In this mode site i has the labels i, i + 1, ..., so all are used if the last site reaches the last one.
+            # Here site i has the labels i, i + 1, ..., so all labels are used if the last site reaches the last one.
             distinct = len(set(found))
             reached = share.count + task.classes_per_site - 1
             if reached < distinct:
@@ -162,14 +162,14 @@ def _partitioner(found: list[str], share: DatasetShard, task: TaskConfig, seed: 
 
 def _load(partitioner: Partitioner, rows: Dataset, share: DatasetShard, task: TaskConfig) -> Dataset:
     partitioner.dataset = rows
-    # flwr-datasets warns at each Dirichlet draw that leaves a site empty, and draws again; a last failure it raises.
+    # flwr-datasets warns at each Dirichlet draw that leaves a site empty, then draws again; it raises the last failure.
     # The natural partitioner writes a progress bar to stderr.
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.filterwarnings("ignore", module=r"flwr_datasets\.", category=UserWarning)
         warnings.filterwarnings("ignore", message="The specified min_partition_size", category=UserWarning)
         try:
             part = partitioner.load_partition(share.index)
-        except ValueError:  # its text may quote a label, which is a value of a row
+        except ValueError:  # its text may quote a label, which is a row value
             raise TaskError(
                 f"task.partition {task.partition}: the labels do not allow at least one row for each of "
                 f"{share.count} sites; raise task.alpha, or use fewer sites"

@@ -1,10 +1,10 @@
-"""Find the pictures that a table beside a picture folder names: their folder, and an ending that the names lack.
+"""Find the images that a table next to an image folder names: their folder, and a file extension that the names omit.
 
     train.csv       image,label         "0001" or "0001.png"
     images/0001.png
 
-The first names of the column are looked for below the table's folder, in it and in each folder of it, as they are and
-with each ending of an image. The one place that has all of them is taken; several are refused.
+The first names in the column are looked up in the table's folder and in each folder directly inside it, as is and with
+each image file extension. If exactly one place has all of them, it is used; several places are refused.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ if TYPE_CHECKING:
 
 __all__ = ["NAMES", "PicturePaths", "find_pictures"]
 
-NAMES = 32  # that are looked for
+NAMES = 32  # looked up
 _MOST_FOLDERS = 64
 _ENDINGS = ("", *sorted({*IMAGE_SUFFIXES, *(suffix.upper() for suffix in IMAGE_SUFFIXES)}))
 
 
 @dataclass(frozen=True)
 class PicturePaths:
-    """Where the pictures of a column lie.
+    """The location of the images in a column.
 
     Attributes:
-        folder: below the table's folder; "" for that folder itself.
-        ending: what the names lack; "" for nothing.
+        folder: path below the table's folder; "" for that folder itself.
+        ending: the file extension that the names omit; "" if they are complete.
     """
 
     folder: str
     ending: str
 
     def describe(self) -> str:
-        """Return the place for a note."""
+        """Return the location as text for a note."""
         place = f'in the folder "{self.folder}"' if self.folder else "beside the file"
         return f"{place}, with the ending {self.ending}" if self.ending else place
 
     def path_of(self, name: object) -> object:
-        """Return the path from the table's folder of a picture's name; other values as they are."""
+        """Return an image name as a path relative to the table's folder; return other values as is."""
         prefix = f"{self.folder}/" if self.folder else ""
         return f"{prefix}{name}{self.ending}" if isinstance(name, str) else name
 
     def apply(self, rows: Dataset, column: str) -> Dataset:
-        """Return the rows with paths from the table's folder in the column."""
+        """Return the rows with paths relative to the table's folder in the column."""
         import pyarrow.compute  # type: ignore[import-untyped]
         from datasets import Dataset
 
@@ -64,12 +64,12 @@ class PicturePaths:
 
 
 def find_pictures(values: Iterable[object], column: str, folder: Path) -> PicturePaths | None:
-    """Return where the pictures that the first values of a column name lie.
+    """Return the location of the images that the first values in a column name.
 
-    None if the values are no names, if the pictures lie at them, or if they are not found.
+    Returns None if the values are not names, if they already lead to the images, or if no images are found.
 
     Raises:
-        TaskError: several places have pictures of these names.
+        TaskError: several places have images with these names.
     """
     first = [value for value in itertools.islice(values, NAMES) if value]
     names = [value for value in first if isinstance(value, str)]
@@ -94,7 +94,7 @@ def _is_plain(name: str) -> bool:
 def _is_file(folder: Path, name: str) -> bool:
     try:
         return (folder / name).is_file()
-    except (OSError, ValueError):  # no name of a file
+    except (OSError, ValueError):  # not a valid file name
         return False
 
 

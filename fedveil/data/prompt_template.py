@@ -1,17 +1,18 @@
 """The text around an example's source and target: a newline between them, or the base's chat template.
 
-A template is text from a model folder, so it is untrusted. transformers renders it in jinja's sandbox, a few times,
-with placeholders for the texts and with bounded input and output. No example passes through it.
+A template is text from a model folder, so it is untrusted. transformers renders it a few times in Jinja's sandbox,
+with placeholders for the texts and with limits on input and output. No example passes through it.
 
-| part of a conversation | what it is |
+| part of a conversation | content |
 |---|---|
 | prompt | exactly the template's rendering of the user's message with add_generation_prompt |
 | answer | the rest of the rendering of both messages, up to the token that ends the turn |
-| end of the turn | the first added token behind the target; else the token that begins a further user's message, if the
+| end of the turn | the first added token after the target; else the token that begins the next user message, if the
   base stops there (GLM); else the tokenizer's end token |
 
 A template whose conversation does not begin with its own prompt is refused: the model would be trained on one prompt
-and asked with another. A template may trim the texts; one that changes them in another way is refused.
+and queried with a different one. A template may trim the texts; a template that changes them in any other way is
+refused.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from fedveil.errors import ConfigError, TaskError
 from fedveil.sanitize import sanitize
 
 SEPARATOR = "\n"
-_MOST = 1 << 16  # characters of a template, and of its output
+_MOST = 1 << 16  # characters in a template, and in its output
 _SOURCE, _TARGET = 'fedVeil0 \n\n <source> & "it\'s"', 'fedVeil0 \n\n <target> & "it\'s"'
-LEFT, RIGHT = "\n\t ", " \t\n"  # around a text, to see what a template trims
-TRIMS: tuple[str | None, ...] = ("", "\n", None)  # characters that templates trim; None: all blanks
+LEFT, RIGHT = "\n\t ", " \t\n"  # added around text to see what a template trims
+TRIMS: tuple[str | None, ...] = ("", "\n", None)  # characters that templates trim; None: all whitespace
 _NEXT = "fedVeil0next"
 
 Refusal = Callable[[str, str], ConfigError | TaskError]
@@ -41,13 +42,13 @@ class PromptFrame:
 
     Attributes:
         begin: tokens before the text.
-        before, between: text before the source, and between it and the end of the prompt.
-        lead: text of the answer before the target.
-        tail: text of the answer behind the target; ends with the turn's end unless `end` has it.
-        end: tokens behind the text.
-        stop: the token that ends an answer: the last one of each whole example.
+        before, between: text before the source, and from the source to the end of the prompt.
+        lead: text in the answer before the target.
+        tail: text in the answer after the target; it ends with the end-of-turn token unless `end` has that token.
+        end: tokens after the text.
+        stop: the end-of-answer token: the last token of each complete example.
         trims: the characters that the template strips from the left and right of the source, then of the target, as
-            arguments of `str.strip`.
+            arguments to `str.strip`.
     """
 
     begin: list[int]
@@ -60,13 +61,13 @@ class PromptFrame:
     trims: tuple[str | None, ...] = ("", "", "", "")
 
     def prompt(self, source: str) -> MarkedText:
-        """Return the prompt, with marks at the start and the end of the source."""
+        """Return the prompt, with marks at the start and end of the source."""
         source = source.lstrip(self.trims[0]).rstrip(self.trims[1])
         start = len(self.before)
         return MarkedText(f"{self.before}{source}{self.between}", (start, start + len(source)))
 
     def conversation(self, source: str, target: str) -> MarkedText:
-        """Return prompt and answer, with marks at the start and the end of the source, and at the answer's start."""
+        """Return the prompt and answer, with marks at the start and end of the source and the start of the answer."""
         prompt = self.prompt(source)
         return MarkedText(prompt.text + self.answer(target), (*prompt.marks, len(prompt.text)))
 
@@ -76,22 +77,22 @@ class PromptFrame:
 
 
 def plain_frame(tokenizer: Any) -> PromptFrame:
-    """Return a frame of a begin token (if the tokenizer adds one), a newline, and the end token."""
+    """Return a frame with a begin token (if the tokenizer adds one), a newline, and the end token."""
     first, end = tokenizer("")["input_ids"][:1], int(tokenizer.eos_token_id)
     begin = [int(i) for i in first if i == tokenizer.bos_token_id and i != end]
     return PromptFrame(begin, "", SEPARATOR, "", "", [end], end)
 
 
 def template_frame(tokenizer: Any, base: str, stops: Collection[int]) -> PromptFrame:
-    """Return the frame of the tokenizer's chat template around a user's message and its answer.
+    """Return the frame that the tokenizer's chat template puts around a user message and its answer.
 
     Args:
         base: task.model, for errors.
-        stops: the tokens at which the base ends a text.
+        stops: the tokens at which the base stops generating.
 
     Raises:
-        ConfigError: there is no template, it does not contain both texts once, one after the other, it changes them, or
-            a conversation does not begin with its prompt.
+        ConfigError: there is no template, the template changes the two texts or does not render each of them once, in
+            order, or a conversation does not begin with its prompt.
     """
 
     def refusal(expected: str, found: str) -> ConfigError:
@@ -108,12 +109,12 @@ def template_frame(tokenizer: Any, base: str, stops: Collection[int]) -> PromptF
 def frame_of(
     processor: Any, tokenizer: Any, stops: Collection[int], content: Callable[[str, bool], Any], refusal: Refusal
 ) -> PromptFrame:
-    """Return the frame of a chat template, as `template_frame` does, for messages of any content.
+    """Return the frame of a chat template, as `template_frame` does, for messages with any content.
 
     Args:
-        processor: has the template.
-        content: returns a message's content for its text and whether it is the first message.
-        refusal: returns the error for what was expected and found.
+        processor: the processor with the template.
+        content: returns a message's content, given its text and whether it is the first message.
+        refusal: returns the error, given the expected and the found text.
     """
     if (length := len(str(processor.chat_template))) > _MOST:
         raise refusal(f"a chat template of at most {_MOST} characters", f"{length}")
@@ -153,9 +154,9 @@ def frame_of(
 def render_messages(
     processor: Any, messages: Sequence[Mapping[str, Any]], asks: bool, expected: str, refusal: Refusal
 ) -> str:
-    """Return the chat template's rendering of messages, with a prompt for an answer if `asks`.
+    """Return the messages as the chat template renders them, followed by a prompt for an answer if `asks`.
 
-    Raises the error of `refusal`, with what was `expected`, if the template raises any error or renders too much.
+    Raises the error from `refusal`, with the text `expected`, if the template raises any error or renders too much.
     """
     try:
         return _render(processor, messages, asks, refusal)
@@ -173,7 +174,7 @@ def _render(processor: Any, messages: Sequence[Mapping[str, Any]], asks: bool, r
 
 
 def find_turn_end(after: str, tokenizer: Any) -> tuple[str, int | None]:
-    """Return the text behind the target up to the first added token, and this token; all of it and None without one."""
+    """Return the text after the target through the first added token, and that token; else all of it, and None."""
     found = []
     for token, added in tokenizer.added_tokens_decoder.items():
         if added.content and (at := after.find(added.content)) >= 0:
@@ -190,7 +191,7 @@ def _next_turn(render: Callable[..., str], tokenizer: Any, stops: Collection[int
         _, _, behind = render(_SOURCE, _TARGET, _NEXT).partition(_TARGET)
     except (ConfigError, TaskError):
         raise
-    except Exception:  # a template may allow a single exchange
+    except Exception:  # a template may allow only a single exchange
         behind = ""
     _, token = find_turn_end(behind.partition(_NEXT)[0], tokenizer)
     return token if token is not None and token in stops else int(tokenizer.eos_token_id)

@@ -1,6 +1,6 @@
-"""Notes on how data were read: conversions, files that are not read, encodings. They are logged, and may be collected.
+"""Notes on how data was read: conversions, unread files, encodings. Notes are logged and can be collected.
 
-A note never contains a value of a row.
+A note never contains a row value.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextvars import ContextVar
 
 __all__ = ["MAX_NOTES", "collect_notes", "note"]
 
-MAX_NOTES = 16  # that one reading keeps; all are logged
+MAX_NOTES = 16  # kept per reading; all notes are logged
 log = logging.getLogger("fedveil.data")
 _collected: ContextVar[list[str] | None] = ContextVar("fedveil_reading_notes", default=None)
 
@@ -27,7 +27,8 @@ def note(text: str) -> None:
 
 @contextmanager
 def collect_notes() -> Iterator[list[str]]:
-    """Context that returns the list of its notes, each once. Notes of threads that it starts are only logged."""
+    """Return a context that yields a list of the notes made in it, without duplicates. Notes from threads that it
+    starts are only logged."""
     notes: list[str] = []
     token = _collected.set(notes)
     try:

@@ -1,13 +1,14 @@
-"""Text files of rows: JSON Lines, JSON, CSV and TSV, plain or compressed with gzip. Values stay as they are written.
+"""Text files of rows: JSON Lines, JSON, CSV, TSV and CoNLL, plain or gzipped. Values stay as written.
 
 | question | answer |
 |---|---|
-| format | by the file's ending, in any case; a JSON document in .jsonl and JSON Lines in .json are recognized |
-| encoding | a part of the file's name (train.cp1252.csv), else its byte order mark, else UTF-8, else cp1252 if each |
+| format | by file extension, ignoring case; a JSON document in .jsonl and JSON Lines in .json are recognized |
+| encoding | the one in the file name (train.cp1252.csv), else its byte order mark, else UTF-8, else cp1252 if every |
 | | byte means the same in similar code pages; otherwise the file is refused |
-| separator of CSV | a first line "sep=;", else the one of comma, semicolon, tab and bar that splits all rows alike; |
-| | else the file is refused |
-| size | at most MAX_INFLATED bytes out of a compressed file, MAX_LINE in a line, MAX_DOCUMENT in a JSON document |
+| CSV separator | a first line "sep=;", else whichever of comma, semicolon, tab and bar splits all rows equally; |
+| | otherwise the file is refused |
+| Label Studio export | rows with its data and a column for each kind of label; see `label_studio` |
+| size | at most MAX_INFLATED bytes from a compressed file, MAX_LINE in a line, and MAX_DOCUMENT in a JSON document |
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, final
 
+from fedveil.data import label_studio
 from fedveil.data.columnar_files import COLUMNAR_SUFFIXES
+from fedveil.data.conll_files import CONLL_SUFFIXES, describe_conll, parse_sentences
 from fedveil.data.row_values import as_text, describe_value
 from fedveil.errors import TaskError
 from fedveil.sanitize import sanitize
@@ -41,7 +44,7 @@ __all__ = [
     "row_suffix",
 ]
 
-TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", *CONLL_SUFFIXES)
 SUFFIXES = (*TEXT_SUFFIXES, *(f"{suffix}.gz" for suffix in TEXT_SUFFIXES), *COLUMNAR_SUFFIXES)
 ENCODINGS = (
     "utf-8", "utf-16", "utf-16-le", "utf-16-be", "cp1250", "cp1251", "cp1252", "cp1253", "cp1254", "cp1257", "cp850",
@@ -49,7 +52,7 @@ ENCODINGS = (
 )  # fmt: skip
 MAX_INFLATED = 1 << 32
 MAX_LINE = 1 << 26
-MAX_DOCUMENT = 1 << 28  # bytes; as Python objects, several times as many
+MAX_DOCUMENT = 1 << 28  # bytes; Python objects take several times as many
 _SEPARATORS = {",": "a comma", ";": "a semicolon", "\t": "a tab", "|": '"|"'}
 _SAMPLE_LINES, _SAMPLE_BYTES = 200, 1 << 18
 _PIECE = 1 << 20
@@ -57,7 +60,7 @@ _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (code
 
 
 def _same_in_code_pages() -> bytes:
-    """Return the bytes of letters, degree and micro that mean the same in the code pages 1250, 1252 and 1254."""
+    """Return the bytes for letters, degree and micro that mean the same in code pages 1250, 1252 and 1254."""
     pages = ("cp1250", "cp1252", "cp1254")
     same = [b for b in range(0xC0, 0x100) if len({bytes([b]).decode(page) for page in pages}) == 1]
     return bytes([*same, 0xB0, 0xB5])
@@ -67,7 +70,7 @@ _UNSURE = re.compile(b"[^\\x00-\\x7f" + re.escape(_same_in_code_pages()) + b"]|[
 
 
 def row_suffix(file: Path) -> str:
-    """Return the ending of a file of rows, in lower case, such as ".csv.gz"; "" for another file."""
+    """Return the lowercase extension of a file of rows, such as ".csv.gz"; "" for any other file."""
     name = file.name.lower()
     return next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if name.endswith(suffix)), "")
 
@@ -78,7 +81,7 @@ def has_header(file: Path) -> bool:
 
 
 def describe_columns(file: Path, names: Sequence[str]) -> str:
-    """Return the names of a file's columns for an error; of CSV their number, as its first line may be a row."""
+    """Return a file's column names for an error; for CSV, only their number, because the first line may be a row."""
     if has_header(file):
         return f"{len(names):,} other names in its first line, which a CSV file needs"
     return sanitize(", ".join(names))
@@ -86,18 +89,18 @@ def describe_columns(file: Path, names: Sequence[str]) -> str:
 
 @final
 class RowFile:
-    """The rows of a text file. Each iteration reads them again.
+    """The rows of a text file. Each iteration reads the file again.
 
     Args:
-        file: its name ends in one of TEXT_SUFFIXES, with or without .gz.
-        texts: columns of JSON whose numbers, true and false stay as they are written; in CSV all values do.
-        most: read the encoding from this many bytes only; 0 means all.
+        file: a file whose name ends in one of TEXT_SUFFIXES, with or without .gz.
+        texts: JSON columns whose numbers, true and false stay as written; in CSV, all values stay as written.
+        most: detect the encoding from only this many bytes; 0 means all.
 
     Attributes:
-        bytes_read: how many bytes the current iteration has read, after inflating.
+        bytes_read: the number of decompressed bytes that the current iteration has read.
 
     Raises:
-        TaskError: on creation or iteration, if the file cannot be read as its ending says.
+        TaskError: on creation or iteration, if the file cannot be read in the format that its extension indicates.
     """
 
     def __init__(self, file: Path, texts: tuple[str, ...] = (), most: int = 0) -> None:
@@ -110,6 +113,8 @@ class RowFile:
         self._separator = self._find_separator() if self._format in (".csv", ".tsv") else ""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        if self._format in CONLL_SUFFIXES:
+            return parse_sentences(self._lines(), self._file)
         return self._csv_rows() if self._separator else self._json_rows()
 
     def describe(self) -> str:
@@ -117,6 +122,8 @@ class RowFile:
         encoding = "UTF-8" if self._encoding.startswith("utf-8") else self._encoding
         if self._separator:
             return f"read as {encoding}, columns separated by {_SEPARATORS[self._separator]}"
+        if self._format in CONLL_SUFFIXES and (columns := describe_conll(self._lines())):
+            return f"read as {encoding}, {columns}"
         return f"read as {encoding}" if encoding != "UTF-8" else ""
 
     def _lines(self) -> Iterator[bytes]:
@@ -170,7 +177,7 @@ class RowFile:
     def _document_rows(
         self, first: tuple[int, bytes], second: tuple[int, bytes] | None, others: Iterator[tuple[int, bytes]]
     ) -> Iterator[dict[str, Any]]:
-        """Yield the rows of a JSON document: a list of objects, or an object that holds one such list."""
+        """Yield the rows of a JSON document: a list of objects, or an object that contains one list of objects."""
         lines = [first[1]]
         size = len(first[1])
         for _, line in itertools.chain([second] if second else [], others):
@@ -202,6 +209,8 @@ class RowFile:
                     f"{len(keys)} such lists; write a list of objects"
                 )
             rows, as_written = document[keys[0]], written[keys[0]]
+        if label_studio.is_export(rows):
+            rows, as_written = (label_studio.flatten_rows(each, self._file) for each in (rows, as_written))
         for number, (row, values) in enumerate(zip(rows, as_written, strict=True), start=1):
             if not isinstance(row, dict):
                 raise TaskError(
@@ -264,7 +273,7 @@ class RowFile:
                         f"line, found {len(record)}; put values that contain the separator in quotes"
                     )
                 yield dict(zip(names, record, strict=True))
-        except UnicodeDecodeError:  # behind the part from which the encoding was read
+        except UnicodeDecodeError:  # after the part from which the encoding was detected
             raise self._wrong_encoding() from None
         except csv.Error:
             raise TaskError(
@@ -274,13 +283,13 @@ class RowFile:
 
 
 def _separator_said(line: str) -> str:
-    """Return the separator in a first line "sep=;", as Excel writes it; "" for any other line."""
+    """Return the separator from a first line "sep=;" as written by Excel; "" for any other line."""
     text = line.strip("\r\n")
     return text[4:] if text[:4].lower() == "sep=" else ""
 
 
 def _widths(lines: list[str], separator: str) -> list[int]:
-    """Return the number of values in each of the first records, without the last, which may be cut."""
+    """Return the number of values in each of the first records, except the last, which may be truncated."""
     try:
         found = [len(record) for record in csv.reader(lines, delimiter=separator) if record]
     except csv.Error:
@@ -290,7 +299,7 @@ def _widths(lines: list[str], separator: str) -> list[int]:
 
 @lru_cache(maxsize=16)
 def _detect_encoding(file: Path, most: int, size: int, changed: int) -> str:
-    """Return the name of the codec that reads a file. `size` and `changed` are part of the cache's key only.
+    """Return the name of the codec for a file. `size` and `changed` are only part of the cache key.
 
     Raises:
         TaskError: the encoding is not certain.
@@ -342,14 +351,14 @@ def _unsure(file: Path, found: str) -> TaskError:
 
 
 def _open_inflated(file: Path) -> io.BufferedReader:
-    """Open a file for reading, inflated if its name ends in .gz."""
+    """Open a file for reading, decompressed if its name ends in .gz."""
     if not file.name.lower().endswith(".gz"):
         return file.open("rb")
     return io.BufferedReader(_BoundedGzip(file), _PIECE)
 
 
 class _BoundedGzip(io.RawIOBase):
-    """The content of a gzip file. Reading more than MAX_INFLATED bytes raises TaskError, as does a damaged file."""
+    """The content of a gzip file. Raises TaskError for more than MAX_INFLATED bytes and for a damaged file."""
 
     def __init__(self, file: Path) -> None:
         self._file, self._left = file, MAX_INFLATED
@@ -378,10 +387,10 @@ class _BoundedGzip(io.RawIOBase):
 
 
 def parse_line(line: bytes, number: int, file: Path, texts: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Parse the row in a line of JSON; numbers, true and false in the columns `texts` stay as they are written.
+    """Parse the row in a line of JSON; numbers, true and false in the columns `texts` stay as written.
 
     Raises:
-        TaskError: there is no row.
+        TaskError: the line has no row.
     """
     try:
         row, written = json.loads(line), dict[str, object]()
@@ -402,7 +411,7 @@ def _is_list_of_objects(value: object) -> bool:
 
 
 def _written(value: object) -> object:
-    """Return a value of JSON with the texts "true" and "false"; its numbers are texts already."""
+    """Return a JSON value with true and false as "true" and "false"; its numbers are already text."""
     if isinstance(value, list):
         return [_written(entry) for entry in value]
     return as_text(value) if isinstance(value, bool) else value

@@ -1,6 +1,6 @@
-"""Values of rows as texts for a model, and in messages.
+"""Row values, as text for a model and in messages.
 
-A message has the type and the length of a value, never its content, because a row may describe a patient.
+A message contains the type and length of a value, never its content, because a row may describe a patient.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ __all__ = ["as_text", "describe_value", "filled_text"]
 
 
 def as_text(value: object) -> str | None:
-    """Return a value as the text that stands for it in a file; None for no value, NaN, infinity, and for no scalar.
+    """Return a value as it would be written in a file; None for null, NaN, infinity and anything that isn't a scalar.
 
-    Numbers of JSON and CSV are texts already, as written in the file; see `row_files.RowFile`.
+    Numbers from JSON and CSV are already text, as written in the file; see `row_files.RowFile`.
     """
     match value:
         case str():
@@ -37,13 +37,13 @@ def as_text(value: object) -> str | None:
 
 
 def filled_text(value: object) -> str | None:
-    """Return `as_text`; None also for a text that is empty or only space."""
+    """Return `as_text(value)`, or None also for text that is empty or only whitespace."""
     text = as_text(value)
     return text if text and text.strip() else None
 
 
 def describe_value(value: object) -> str:
-    """Return the type and the length of a row's value, for an error or a log.
+    """Return the type and length of a row value, for an error or a log line.
 
     The length of a number is not shown: an identifier could be guessed from the digits around it.
     """

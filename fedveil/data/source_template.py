@@ -1,15 +1,15 @@
-"""The source text of a row: one column, or several columns in a template (task.source-template).
+"""The source text of a row, from one column or from several columns in a template (task.source-template).
 
     task.source-template = "{instruction}\\n\\n{input}"
 
-A name in braces is replaced by the text in that column; `{{` and `}}` stand for braces. Rows often leave a column of
-a template empty, as half of Alpaca's do:
+A name in braces is replaced by the text in that column; `{{` and `}}` stand for braces. Rows often leave a
+template column empty, as half of the Alpaca rows do:
 
 | case | the row's source |
 |---|---|
 | one column, no template | its text, unchanged |
-| a template | the text that the template gives, without the space at its start and end |
-| a column of a template is null, or an empty text | nothing stands in its place |
+| a template | the filled template, without whitespace at the start and end |
+| a template column is null or empty text | the name is replaced by nothing |
 | all columns are null or empty | none: the row has no source |
 | a list, an object, bytes, NaN or infinity in a column | none: the row has no source |
 """
@@ -33,8 +33,8 @@ class SourceTemplate:
     """The columns of a source and the text around them.
 
     Attributes:
-        parts: texts, each with the column behind it; "" behind the last text.
-        trims: whether the space at the start and end of a source is removed.
+        parts: texts, each with the column that follows it; "" for the last text.
+        trims: whether whitespace at the start and end of a source is removed.
     """
 
     parts: tuple[tuple[str, str], ...]
@@ -42,14 +42,14 @@ class SourceTemplate:
 
     @classmethod
     def from_task(cls, task: TaskConfig) -> SourceTemplate:
-        """Return that of a task: task.source-template, or task.source-column alone."""
+        """Return the template for a task: task.source-template or, without one, only task.source-column."""
         if task.source_template:
             return cls(parse_source_template(task.source_template))
         return cls((("", task.source_column),), trims=False)
 
     @cached_property
     def columns(self) -> tuple[str, ...]:
-        """Return the names of the columns, each once, in order of appearance."""
+        """Return the column names without duplicates, in order of appearance."""
         return tuple(dict.fromkeys(column for _, column in self.parts if column))
 
     def fill(self, values: Mapping[str, object]) -> str | None:
@@ -66,10 +66,10 @@ class SourceTemplate:
         return filled_text(source.strip() if self.trims else source)
 
     def describe_columns(self) -> str:
-        """Return the columns as words of an error."""
+        """Return the columns as text for an error."""
         names = ", ".join(f'"{column}"' for column in self.columns)
         return f"column {names}" if len(self.columns) == 1 else f"one of the columns {names} at least"
 
     def describe_values(self, values: Mapping[str, object]) -> str:
-        """Return what a row has in the columns, without any content."""
+        """Return a description of a row's values in the columns, without any content."""
         return ", ".join(describe_value(values.get(column)) for column in self.columns)

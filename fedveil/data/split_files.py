@@ -1,4 +1,4 @@
-"""Find the files of a split in a data folder, in the layouts that people and tools write.
+"""Find the files of a split in a data folder, in the layouts that people and tools commonly use.
 
 | in the data folder, for the split "train" | what is read |
 |---|---|
@@ -6,16 +6,16 @@
 | train-00000-of-00002.parquet, ... | all shards, in order; refused if one is missing |
 | train-0.jsonl, train_1.jsonl, ... | all of them, in order |
 | train.parquet/part-*.parquet | all parts, as Spark writes them; refused while it still writes (_temporary) |
-| train/*.parquet, train/*.csv | all files of that format, if the folder has no pictures |
-| train/metadata.csv; or train/labels.csv beside pictures, if it is the only file of rows there | the file; its
-  paths are relative to it |
-| train/state.json, or state.json | a data set of `datasets`' save_to_disk |
-| data/, if the folder itself has none of these and no folder of the split | the same in it, as on the Hub |
+| train/*.parquet, train/*.csv | all files in that format, if the folder has no images |
+| train/metadata.csv; or train/labels.csv next to images, if it is the only file of rows there | the file; paths in
+  it are relative to its folder |
+| train/state.json, or state.json | a data set saved with save_to_disk of `datasets` |
+| data/, if the folder itself has none of these and no folder for the split | the same layouts in data/, as on the Hub |
 
-Of pictures in train/ beside train.csv, no other file there is read but metadata.*, which is a second layout.
+If train/ has images and train.csv is next to it, only metadata.* is read in train/, and it counts as a second layout.
 
-A split may have another usual name: see SPLIT_NAMES. Letters may have any case. Two of these layouts for one split are
-refused, because one of them would be left out.
+A split may have another common name; see SPLIT_NAMES. Case does not matter. Two of these layouts for one split are
+refused, because one of them would be ignored.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ SPLIT_NAMES = {
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp", ".gif"})
 MAX_FILES = 10_000
 _SYSTEM_NAMES = {"__macosx", "thumbs.db", "desktop.ini", "@eadir", "$recycle.bin", "system volume information"}
-_SAVED_NAMES = {"state.json", "dataset_info.json", "dataset_dict.json"}  # which `datasets` writes beside the rows
+_SAVED_NAMES = {"state.json", "dataset_info.json", "dataset_dict.json"}  # files that `datasets` writes next to the rows
 _SPREADSHEETS = (".xlsx", ".xls", ".xlsm", ".ods")
 _TABULAR = {*SUFFIXES, ".arrow", ".feather", *_SPREADSHEETS}
 _SHARD = re.compile(r"[-_]?(\d{1,9})(?:-of-(\d{1,9}))?(?:-[0-9a-f]{16})?")
-_MAX_STATE = 1 << 24  # bytes of a state.json, which names every file
-_MOST_NAMES = 8  # of files, in a message
+_MAX_STATE = 1 << 24  # bytes in a state.json, which names every file
+_MOST_NAMES = 8  # file names in a message
 
 
 def split_files(data: Path, split: str) -> tuple[Path, ...]:
     """Return the files of `split` in the folder `data`, in order; `data` itself if it is a file.
 
     Raises:
-        TaskError: there is none, there are several layouts, a shard is missing, or the format is unknown.
+        TaskError: there are no files, there are several layouts, a shard is missing, or the format is unknown.
     """
     if data.is_file():
         if not row_suffix(data):
@@ -108,19 +108,19 @@ def find_split_files(data: Path, split: str) -> tuple[Path, ...]:
 
 
 def has_split(data: Path, split: str) -> bool:
-    """Return whether the folder `data` has files or a folder of a split. Raises TaskError like `find_split_files`."""
+    """Return whether the folder `data` has files or a folder for a split. Raises TaskError like `find_split_files`."""
     if not data.is_dir() or is_saved_dataset(data):
-        return False  # one set of rows, which is every split
+        return False  # a single set of rows, which serves as every split
     return bool(find_split_files(data, split)) or find_split_folder(data, split) is not None
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Return whether a folder is one data set that `datasets` saved."""
+    """Return whether a folder is a single data set saved by `datasets`."""
     return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
 
 
 def find_split_folder(data: Path, split: str) -> Path | None:
-    """Return the folder that has the name of a split. Raises TaskError if several have."""
+    """Return the folder named after a split. Raises TaskError if there are several."""
     if not data.is_dir():
         return None
     folders = [path for path in sorted(data.iterdir()) if path.is_dir() and path.name.lower() in names_of(split)]
@@ -133,17 +133,17 @@ def find_split_folder(data: Path, split: str) -> Path | None:
 
 
 def names_of(split: str) -> tuple[str, ...]:
-    """Return the names, in lower case, that the files of a split may have."""
+    """Return the lowercase names that a split's files may have."""
     return SPLIT_NAMES.get(split, (split.lower(),))
 
 
 def is_made_by_system(name: str) -> bool:
-    """Return whether a file or folder is one that operating systems and archives make, or is hidden."""
+    """Return whether a file or folder is hidden or was created by an operating system or archive tool."""
     return name.startswith(".") or name.lower() in _SYSTEM_NAMES
 
 
 def describe_layout(data: Path, split: str, files: Sequence[Path]) -> str:
-    """Return which files are read, if that is not one file named as the split; "" otherwise."""
+    """Return which files are read; "" if it is a single file named after the split."""
     if len(files) == 1 and (files[0] == data or _stem_of(files[0]) == split or _is_metadata(files[0])):
         return ""
     names = [file.relative_to(data).as_posix() if file.is_relative_to(data) else file.name for file in files]
@@ -153,10 +153,10 @@ def describe_layout(data: Path, split: str, files: Sequence[Path]) -> str:
 
 
 def describe_unread(data: Path, split: str, files: Sequence[Path] = ()) -> str:
-    """Return the files and folders of examples in the folder `data` that no split is read from; "" if there is none.
+    """Return the files and folders of examples in the folder `data` from which no split is read; "" if there are none.
 
-    `files` are those of the split `split`: others in their folder are named too. A validation split is unread where the
-    rows to train on are read: only the server uses it.
+    `files` are the files of `split`; other files in their folder are listed too. When the training split is
+    read, a validation split counts as unread, because only the server uses it.
     """
     if not data.is_dir():
         return ""
@@ -170,12 +170,12 @@ def describe_unread(data: Path, split: str, files: Sequence[Path] = ()) -> str:
 
 
 def _known(data: Path, name: str, split: str) -> Iterator[Path]:
-    """Yield the entries of `data` from which the split `name` is read, while `split` is read."""
+    """Yield the entries of `data` from which the split `name` is read, given that `split` is being read."""
     if name == "validation" and split == "train":
         return
     try:
         files, folder = find_split_files(data, name), find_split_folder(data, name)
-    except (TaskError, OSError):  # whoever reads that split is told
+    except (TaskError, OSError):  # reading that split raises the error
         return
     for file in files:
         yield data / file.relative_to(data).parts[0]
@@ -192,7 +192,7 @@ def _looks_like_rows(path: Path) -> bool:
 
 
 def _groups_in(folder: Path, split: str) -> list[tuple[Path, ...]]:
-    """Return the sets of files that each are a split, one for each layout in which it lies there."""
+    """Return the sets of files that each make up the split, one set per layout found in the folder."""
     groups: list[tuple[Path, ...]] = []
     shards: dict[tuple[str, str, str], list[tuple[int, Path]]] = defaultdict(list)
     entries = sorted(folder.iterdir())
@@ -209,11 +209,11 @@ def _groups_in(folder: Path, split: str) -> list[tuple[Path, ...]]:
             name, total, number = shard
             shards[name, row_suffix(path), total].append((number, path))
     groups += [_complete(folder, total, members) for (_, _, total), members in sorted(shards.items())]
-    return sorted(groups, key=lambda files: len(files[0].parts))  # files of the folder first
+    return sorted(groups, key=lambda files: len(files[0].parts))  # files directly in the folder come first
 
 
 def _shard_of(path: Path, split: str) -> tuple[str, str, int] | None:
-    """Return the split's name in the name of a shard, the number of shards that it says, and its own number."""
+    """Return the split name, the total number of shards and the shard's own number, as given in a shard's file name."""
     suffix = row_suffix(path)
     stem = path.name.lower().removesuffix(suffix) if suffix else ""
     for name in names_of(split):
@@ -223,7 +223,7 @@ def _shard_of(path: Path, split: str) -> tuple[str, str, int] | None:
 
 
 def _complete(folder: Path, total: str, members: list[tuple[int, Path]]) -> tuple[Path, ...]:
-    """Return the shards in order. Raises TaskError if one is missing or there twice."""
+    """Return the shards in order. Raises TaskError if a shard is missing or present twice."""
     members = sorted(members)
     numbers = [number for number, _ in members]
     if len(set(numbers)) < len(numbers):
@@ -232,7 +232,7 @@ def _complete(folder: Path, total: str, members: list[tuple[int, Path]]) -> tupl
             f'task.data: expected each shard once in "{folder}", found {twice.name} with a number that another file '
             "has; remove one"
         )
-    is_gapless = numbers[-1] - numbers[0] == len(numbers) - 1 and numbers[0] <= 1  # some count from 1
+    is_gapless = numbers[-1] - numbers[0] == len(numbers) - 1 and numbers[0] <= 1  # some tools count from 1
     if total and (len(numbers) != int(total) or not is_gapless):
         raise TaskError(
             f'task.data: expected {int(total):,} shards in "{folder}", as the name {members[0][1].name} says, found '
@@ -242,13 +242,13 @@ def _complete(folder: Path, total: str, members: list[tuple[int, Path]]) -> tupl
 
 
 def _files_in(folder: Path, of_split: bool, has_table: bool = False) -> tuple[Path, ...]:
-    """Return the files of rows in a split's folder; () for a folder of pictures in class folders, if `of_split`.
+    """Return the files of rows in a split's folder; () for a folder of images in class folders, if `of_split`.
 
     Args:
-        has_table: the split's rows lie beside the folder, so that other files beside its pictures describe one each.
+        has_table: the split's rows are next to the folder, so each other file next to its images describes one image.
 
     Raises:
-        TaskError: the folder is no set of files of one format.
+        TaskError: the folder is not a set of files in one format.
     """
     if (folder / "state.json").is_file():
         return _saved_files(folder)
@@ -267,10 +267,10 @@ def _files_in(folder: Path, of_split: bool, has_table: bool = False) -> tuple[Pa
     if has_table and has_pictures:
         return ()
     if of_split and (has_pictures or folders):
-        # Several class folders are classes, whatever else lies there; one folder is no classification.
+        # Several class folders are classes regardless of other files; a single folder is not a classification.
         return _one_of(folder, files) if files and len(folders) < 2 else ()
     if folders:
-        name = folders[0].name.partition("=")[0]  # behind it stands a value of rows
+        name = folders[0].name.partition("=")[0]  # a row value follows the "="
         raise TaskError(
             f'task.data: expected files in "{folder}", found the folder {name}; write the data set without partitions'
         )
@@ -286,7 +286,7 @@ def _files_in(folder: Path, of_split: bool, has_table: bool = False) -> tuple[Pa
 
 
 def _is_metadata(file: Path) -> bool:
-    """Return whether a file is the metadata of an image folder, as `datasets` names it."""
+    """Return whether a file is the metadata file of an image folder, as named by `datasets`."""
     return file.name.lower().removesuffix(row_suffix(file)) == "metadata"
 
 
@@ -300,7 +300,7 @@ def _one_of(folder: Path, files: list[Path]) -> tuple[Path, ...]:
 
 
 def _saved_files(folder: Path) -> tuple[Path, ...]:
-    """Return the files of a data set that `datasets` saved (save_to_disk), by its state.json. Raises TaskError."""
+    """Return the files of a data set that `datasets` saved (save_to_disk), from its state.json. Raises TaskError."""
     state = folder / "state.json"
     try:
         if state.stat().st_size > _MAX_STATE:
@@ -326,13 +326,13 @@ def _saved_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _natural(path: Path) -> list[tuple[int, int, str]]:
-    """Return a key that sorts names by the numbers in them: part-2 before part-10."""
+    """Return a key that sorts names by the numbers in them, so part-2 comes before part-10."""
     parts = re.split(r"(\d{1,18})", path.name.lower())
     return [(1, int(part), "") if part.isdigit() and part.isascii() else (0, 0, part) for part in parts]
 
 
 def _stem_of(file: Path) -> str:
-    """Return the name of a file of rows without ending and encoding, in lower case; "" for another file."""
+    """Return the lowercase name of a file of rows, without extension and encoding; "" for any other file."""
     suffix = row_suffix(file)
     stem, _, encoding = file.name.lower().removesuffix(suffix).partition(".")
     return stem if suffix and encoding in ("", *ENCODINGS) else ""

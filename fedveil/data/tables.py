@@ -1,7 +1,7 @@
-"""Read a split's examples from a data folder or file, as text (see `row_files`) or Parquet, and write no file there.
+"""Read a split's examples from a data folder or file, as text (see `row_files`) or Parquet, without writing to it.
 
-A table is an Arrow table: in memory, or mapped from an unnamed file in a private folder that the caller
-chooses. Its rows become Python objects a few at a time, on use.
+A table is an Arrow table, in memory or mapped from an unnamed file in a private folder that the caller
+chooses. The rows become Python objects a few at a time, when used.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ if TYPE_CHECKING:
 
 __all__ = ["DatasetTable", "TableSelection", "read_files", "read_for_task", "read_split", "read_table"]
 
-_PARSED = 10_000  # rows of a text file that are added to the table together
-_CONVERSATIONS = ("messages", "conversations")  # usual names of their column
+_PARSED = 10_000  # rows from a text file that are added to the table at once
+_CONVERSATIONS = ("messages", "conversations")  # common names for their column
 _KINDS = {str: "texts", bool: "true or false", int: "numbers", float: "numbers", list: "lists", dict: "objects"}
 _NOT_IN_DATASETS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-_AT_ONCE = 256  # rows that are Python objects at a time: few, because they may be images
+_AT_ONCE = 256  # rows held as Python objects at a time: few, because they may be images
 
 
 @dataclass(frozen=True)
 class DatasetTable:
-    """All rows of one split.
+    """All rows in one split.
 
     Attributes:
-        rows: all columns.
-        origin: returns a row's origin by its index.
-        folder: base folder of relative paths in the rows.
-        class_names: names of all classes that the data set declares, by number; empty if it declares none.
+        rows: the rows, with all columns.
+        origin: returns a row's origin, given its index.
+        folder: the base folder for relative paths in the rows.
+        class_names: the names of all classes that the data set declares, by number; empty if it declares no classes.
     """
 
     rows: Dataset
@@ -67,10 +67,10 @@ class DatasetTable:
     class_names: tuple[str, ...] = ()
 
     def examples(self, split: str, share: DatasetShard | None, config: RunConfig) -> TableSelection:
-        """Return the examples, or those of the part `share`.
+        """Return all examples, or only those in the part `share`.
 
-        For the split "train" these are at most task.examples-per-site, a seeded choice in file order. Raises TaskError
-        as `partition.partition_indices`.
+        For the split "train", returns at most task.examples-per-site examples, a seeded selection in file order. Raises
+        TaskError like `partition.partition_indices`.
         """
         task, seed = config.task, config.run.seed
         chosen: Sequence[int] = range(len(self.rows))
@@ -87,7 +87,7 @@ class TableSelection(Sequence[Example]):
 
     Args:
         table: the whole table.
-        at: the indices of the rows in it.
+        at: the indices of the selected rows in the table.
     """
 
     def __init__(self, table: DatasetTable, at: NDArray[np.int64]) -> None:
@@ -114,7 +114,7 @@ class TableSelection(Sequence[Example]):
             yield from self._read(self.at[i : i + _AT_ONCE])
 
     def without(self, is_left_out: Callable[[Example], bool]) -> TableSelection:
-        """Return the rows that are not left out, in the same order."""
+        """Return the rows for which `is_left_out` is false, in the same order."""
         kept = np.fromiter((not is_left_out(example) for example in self), dtype=bool, count=len(self))
         return TableSelection(self._table, self.at[kept])
 
@@ -144,10 +144,10 @@ def read_split(
     texts: tuple[str, ...] = (),
     others: tuple[str, ...] | None = None,
 ) -> DatasetTable:
-    """Return the rows of the split's files; see `read_table`.
+    """Return the rows in the split's files; see `read_table`.
 
     Args:
-        others: columns that are read where the files have them; None for all columns.
+        others: columns that are read if the files have them; None for all columns.
 
     Raises:
         TaskError: like `split_files` and `read_table`.
@@ -164,7 +164,7 @@ def read_files(
     texts: tuple[str, ...] = (),
     only: tuple[str, ...] | None = None,
 ) -> DatasetTable:
-    """Return the rows of the files of one split; see `read_table`."""
+    """Return the rows in the files of one split; see `read_table`."""
     rows, counts = _read(tuple(files), columns, scratch, texts, only)
     ends = np.cumsum(counts)
 
@@ -178,7 +178,7 @@ def read_files(
 def read_for_task(
     data: Path, split: str, info: TaskInfo, task: TaskConfig, scratch: Path | None = None
 ) -> DatasetTable:
-    """Return the rows of a split with the columns that a task uses. The others are not parsed, and may hold anything.
+    """Return the rows of a split with the columns that a task uses. Other columns are not parsed and may hold anything.
 
     Raises:
         TaskError: like `read_split`.
@@ -187,7 +187,7 @@ def read_for_task(
 
 
 def note_reading(data: Path, split: str, files: Sequence[Path]) -> None:
-    """Note which files are read and which are not, and how texts are read. Raises TaskError like `describe_reading`."""
+    """Note which files are read or unread, and how text files are read. Raises TaskError like `describe_reading`."""
     for text in (describe_layout(data, split, files), describe_unread(data, split, files)):
         if text:
             note(f'"{data}": {text}')
@@ -199,7 +199,7 @@ def note_reading(data: Path, split: str, files: Sequence[Path]) -> None:
 
 @contextlib.contextmanager
 def columns_named_by(key: str) -> Iterator[None]:
-    """Context in which errors about rows name `key` instead of task.data."""
+    """Return a context in which errors about rows name `key` instead of task.data."""
     try:
         yield
     except TaskError as error:
@@ -207,7 +207,7 @@ def columns_named_by(key: str) -> Iterator[None]:
 
 
 def digest_files(files: Sequence[Path]) -> str:
-    """Return a digest of the names, the order and the content of data files."""
+    """Return a digest of the names, order and content of data files."""
     hasher = hashlib.sha256()
     for file in files:
         with file.open("rb") as opened:
@@ -216,10 +216,10 @@ def digest_files(files: Sequence[Path]) -> str:
 
 
 def describe_reading(file: Path, most: int = 0) -> str:
-    """Return the encoding and the separator of a text file, found in its first `most` bytes; "" for the usual ones.
+    """Return the encoding and separator of a text file, detected in its first `most` bytes; "" for the usual ones.
 
     Raises:
-        TaskError: they are not certain.
+        TaskError: the encoding or the separator is uncertain.
     """
     return "" if is_columnar(file) else RowFile(file, most=most).describe()
 
@@ -231,15 +231,15 @@ def read_table(
     texts: tuple[str, ...] = (),
     only: tuple[str, ...] | None = None,
 ) -> Dataset:
-    """Read all rows of the files into memory or, with a private folder `scratch`, mapped from an unnamed file in it.
+    """Read all rows of the files into memory or, given a private folder `scratch`, map them from an unnamed file there.
 
-    Numbers in the columns `texts` become text, as written in the file, so that 1 stays "1" among 2.5. Of other columns
-    than `only`, nothing is parsed; None stands for all.
+    Numbers in the columns `texts` become text, as written in the file, so 1 stays "1" even in a column with 2.5. Only
+    the columns `only` are parsed, or all columns if it is None.
 
-    This bypasses the cache of `datasets`: a site may have no writable one, and many processes would share it.
+    This bypasses the cache of `datasets`: a site may not have a writable cache, and many processes would share it.
 
     Raises:
-        TaskError: a line or a file cannot be read, there is no row, one of `columns` is missing, or the files of a
+        TaskError: a line or a file cannot be read, there are no rows, one of `columns` is missing, or the files of a
             split have different columns.
         StateError: `scratch` cannot be written.
     """
@@ -253,7 +253,7 @@ def _read(
     texts: tuple[str, ...],
     only: tuple[str, ...] | None,
 ) -> tuple[Dataset, list[int]]:
-    """Return the rows of the files, and the number of rows of each."""
+    """Return the rows of the files, and the number of rows in each file."""
     from datasets import Dataset
 
     reader = _TableReader(files, texts, only)
@@ -268,10 +268,10 @@ def _read(
 
 
 def features_of(schema: pyarrow.Schema, file: Path, columns: Sequence[str]) -> Features:
-    """Return the types that `datasets` has for columns of a file, without those that the file lacks.
+    """Return the types that `datasets` uses for those of `columns` that a file has.
 
     Raises:
-        TaskError: a column has a type that `datasets` does not know, or is described as one that does not exist.
+        TaskError: `datasets` does not support the type of a column, or a column's metadata names a nonexistent type.
     """
     from datasets import Features
 
@@ -320,16 +320,16 @@ def require_columns(columns: tuple[str, ...], names: Sequence[str], file: Path) 
 
 @final
 class _TableReader:
-    """Reads the files of one split into one table.
+    """Reads a split's files into one table.
 
     Args:
-        files: they have one format.
+        files: the files, all in one format.
         texts: columns whose numbers become text.
         only: the columns that are parsed; None for all.
 
     Attributes:
-        counts: the number of rows of each file that was read.
-        names: all column names of these files, also of columns that are not parsed.
+        counts: the number of rows in each file that was read.
+        names: all column names in these files, including columns that are not parsed.
     """
 
     def __init__(self, files: tuple[Path, ...], texts: tuple[str, ...], only: tuple[str, ...] | None) -> None:
@@ -337,7 +337,7 @@ class _TableReader:
         self.counts, self.names = [0] * len(files), dict[str, None]()
 
     def read(self, scratch: Path | None, columns: tuple[str, ...]) -> pyarrow.Table | None:
-        """Return the table, or None for files without rows. Raises TaskError and StateError, see `read_table`."""
+        """Return the table, or None for files without rows. Raises TaskError and StateError; see `read_table`."""
         if is_columnar(self._files[0]):
             return _kept(self._columnar_tables(columns, _PARSED if scratch is None else _AT_ONCE), scratch)
         # Not pyarrow's JSON reader: it turns text that looks like a date into timestamps.
@@ -349,7 +349,7 @@ class _TableReader:
             if len(schemas) < 2:
                 return table
             return _kept(self._text_tables(pyarrow.unify_schemas(schemas, promote_options="permissive")), scratch)
-        except (pyarrow.ArrowException, OverflowError, UnicodeEncodeError):  # their texts quote values
+        except (pyarrow.ArrowException, OverflowError, UnicodeEncodeError):  # their error texts quote values
             raise self._mixed() from None
 
     def _is_parsed(self, name: str) -> bool:
@@ -368,7 +368,7 @@ class _TableReader:
                 found = list(dict.fromkeys(name for row in part for name in row))
                 self.names |= dict.fromkeys(found)
                 header = header or found
-                if has_header(file) and found != header:  # Spark may write none, so that a row would be lost
+                if has_header(file) and found != header:  # Spark may omit the header, so a row would be lost
                     raise TaskError(
                         f'task.data: expected the first line of "{self._files[0]}" in each file of the split, found '
                         f'another one in "{file}"; write every file with the same column names'
@@ -383,7 +383,7 @@ class _TableReader:
                 yield pyarrow.table(dict(zip(names, columns, strict=True)))
 
     def _mixed(self) -> TaskError:
-        """Return the error for text files whose rows do not fit into columns of one type each."""
+        """Return the error for text files in which some column has values of different types."""
         kinds: dict[str, str] = {}
         for file in self._files:
             for number, row in enumerate(RowFile(file, self._texts), start=1):
@@ -424,7 +424,7 @@ class _TableReader:
 
 
 def _same(tables: Iterator[pyarrow.Table], schemas: list[pyarrow.Schema]) -> Iterator[pyarrow.Table]:
-    """Yield the tables up to the first one with another schema; collect the distinct schemas of all in `schemas`."""
+    """Yield the tables up to the first one with a different schema; collect all distinct schemas in `schemas`."""
     for table in tables:
         if table.schema not in schemas:
             schemas.append(table.schema)
@@ -433,7 +433,7 @@ def _same(tables: Iterator[pyarrow.Table], schemas: list[pyarrow.Schema]) -> Ite
 
 
 def _with_short_floats(table: pyarrow.Table, texts: tuple[str, ...]) -> pyarrow.Table:
-    """Turn floats of 16 and 32 bits in the columns `texts` into texts: as Python's 64 bits, 0.1 has 17 digits."""
+    """Convert 16-bit and 32-bit floats in the columns `texts` to text: as a 64-bit Python float, 0.1 has 17 digits."""
     import pyarrow
 
     for at, field in enumerate(table.schema):
@@ -448,7 +448,7 @@ def _with_short_floats(table: pyarrow.Table, texts: tuple[str, ...]) -> pyarrow.
 
 
 def _kept(tables: Iterator[pyarrow.Table], scratch: Path | None) -> pyarrow.Table | None:
-    """Join tables of one schema into one; return None if there are none."""
+    """Join tables with the same schema into one table; return None if there are no tables."""
     import pyarrow
 
     first = next(tables, None)

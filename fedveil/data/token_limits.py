@@ -1,15 +1,15 @@
-"""The most tokens of an example: task.max-tokens or, if that is 0, a length that follows the examples.
+"""The maximum number of tokens in an example: task.max-tokens or, if that is 0, a length derived from the examples.
 
-| task.max-tokens | the most tokens of an example |
+| task.max-tokens | maximum number of tokens in an example |
 |---|---|
-| given | that number; cut examples are counted |
-| 0, the default | twice the length that 99 % of the examples do not exceed, at most the base's context |
+| given | that number; truncated examples are counted |
+| 0, the default | twice the length that 99 % of the examples do not exceed, but at most the base's context |
 
-The default cuts a few very long examples, which would otherwise set the memory of a training step. It refuses data of
-which the context would cut more than 5 %: only a length that was given may do that.
+The default truncates a few very long examples, which would otherwise determine the memory of a training step. It
+refuses data if the context would truncate more than 5 % of the examples: only a given length may do that.
 
-A site's length is its own. No message and no sum depends on it, and the server cuts its test examples by their own
-lengths, so the scores of all rounds are for the same texts.
+Each site determines its own length. No message or sum depends on it. The server truncates its test examples by the
+lengths of those examples, so the scores of all rounds are for the same texts.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from jaxtyping import Int
 
 from fedveil.errors import TaskError
 
-SAMPLE = 2000  # examples of which the length is measured before all are prepared
+SAMPLE = 2000  # examples whose length is measured before all examples are prepared
 WHOLE_PERCENT = 99
 MARGIN = 2
-MAX_CUT = 0.05  # the part of the examples that may be cut without a given length
+MAX_CUT = 0.05  # the fraction of the examples that may be truncated if no length is given
 _KEPT_PERCENT = 95
 
 Lengths = Int[np.ndarray, " examples"]
 
 
 def spread_indices(count: int) -> range:
-    """Return the positions of at most SAMPLE of `count` examples, evenly spread, so that sorted files are seen whole.
+    """Return the positions of at most SAMPLE of `count` examples, evenly spread so that they cover sorted files.
 
-    They depend on nothing else, so that the same file always has the same length.
+    The positions depend on nothing else, so the same file always has the same length.
     """
     return range(0, count, -(-count // SAMPLE) or 1)
 
 
 def length_of(lengths: Sequence[int] | Lengths, context: int | None) -> int:
-    """Return the most tokens of an example, by the lengths of whole examples and the base's context."""
+    """Return the maximum number of tokens in an example, from the lengths before truncation and the base's context."""
     most = sys.maxsize if context is None else context
     return min(most, MARGIN * percentile(lengths, WHOLE_PERCENT)) if len(lengths) else most
 
@@ -51,7 +51,7 @@ def percentile(lengths: Sequence[int] | Lengths, percent: int) -> int:
 
 
 def require_whole(cut: int, lengths: Lengths, given: int, context: int | None, model: str) -> None:
-    """Raise TaskError if the base's context cuts more than MAX_CUT of the examples and no length was `given`."""
+    """Raise TaskError if the base's context truncates more than MAX_CUT of the examples and no length is `given`."""
     if given or context is None or cut <= MAX_CUT * len(lengths):
         return
     raise TaskError(
@@ -68,7 +68,7 @@ def describe_share(count: int, total: int) -> str:
 
 
 def describe_remedy(lengths: Lengths, limit: int, given: int, context: int | None, model: str) -> str:
-    """Return what to do about cut examples."""
+    """Return advice on what to do about truncated examples."""
     if not given:
         return f"set task.max-tokens to keep more (now at most {limit})"
     if given == context:

@@ -1,15 +1,15 @@
-"""Tokenize whole texts, and find the token at which a part of a text begins.
+"""Tokenize complete texts, and find the token at which a part of a text begins.
 
-A text is always tokenized whole, as the base's own training did. Tokenizers of the SentencePiece kind (Llama 2,
-Mistral, Phi 3) give other tokens for the parts of a text than for the text: they put a blank before each part.
+A text is always tokenized as a whole, as in the base's own training. SentencePiece tokenizers (Llama 2, Mistral, Phi 3)
+produce different tokens for the parts of a text than for the whole text, because they put a space before each part.
 
 | tokenizer | where a part begins |
 |---|---|
-| fast | at the first token with a character of that part, by the tokenizer's offsets |
-| slow, without offsets | after the tokens that the whole text and the text before that part have in common |
+| fast | at the first token with a character from that part, by the tokenizer's offsets |
+| slow, without offsets | after the tokens that the whole text shares with the text before that part |
 
-A token with characters of two parts belongs to the later one. An added token, such as a turn's mark that takes the
-blanks around it, belongs to the part with its own characters.
+A token with characters from two parts belongs to the later part. An added token, such as a turn marker that absorbs the
+spaces around it, belongs to the part with the token's own characters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, final
 
 @dataclass(frozen=True)
 class MarkedText:
-    """A text, and the positions of the characters at which its parts begin."""
+    """A text, and the character positions at which its parts begin."""
 
     text: str
     marks: tuple[int, ...] = ()
@@ -33,7 +33,7 @@ class MarkedText:
 
 @dataclass(frozen=True)
 class MarkedTokens:
-    """The tokens of a `MarkedText`, and the positions of the tokens at which its parts begin."""
+    """The tokens of a `MarkedText`, and the token positions at which its parts begin."""
 
     ids: list[int]
     marks: tuple[int, ...] = ()
@@ -41,22 +41,22 @@ class MarkedTokens:
 
 @final
 class TextTokenizer:
-    """A tokenizer that adds no special tokens. It tokenizes many texts at a time, in the tokenizer's own threads."""
+    """A tokenizer without added special tokens, for many texts at a time in the tokenizer's own threads."""
 
     def __init__(self, tokenizer: Any, check: Callable[[Sequence[int]], None] = lambda ids: None) -> None:
-        """Take the tokenizer, and a function that raises for tokens of a text that the base cannot read."""
+        """Take the tokenizer, and a function that raises an error for tokens that the base cannot read."""
         self._tokenizer, self._check = tokenizer, check
         self._added = frozenset(tokenizer.added_tokens_decoder)
 
     @property
     def fingerprint(self) -> str:
-        """Return the SHA-256 of everything that determines the tokens; "" if the tokenizer is not a fast one."""
+        """Return the SHA-256 of everything that determines the tokens; "" if the tokenizer is not a fast tokenizer."""
         if not self._tokenizer.is_fast:
             return ""
         return hashlib.sha256(self._tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
     def tokenize(self, texts: Sequence[MarkedText]) -> list[MarkedTokens]:
-        """Return the tokens of each text, as the tokenizer's `encode` returns them, with the places of its marks."""
+        """Return the tokens of each text, the same as from the tokenizer's `encode`, and the positions of its marks."""
         tokenized = self._tokenize(texts)
         for each in tokenized:
             self._check(each.ids)
@@ -93,5 +93,5 @@ class TextTokenizer:
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the number of tokens with which both begin."""
+    """Return the number of leading tokens that the two sequences share."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

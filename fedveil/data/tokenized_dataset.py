@@ -1,4 +1,4 @@
-"""Encoded text examples as a few arrays, not as Python objects: in memory, or mapped from a cache."""
+"""Encoded text examples as a few arrays rather than Python objects, in memory or mapped from a cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS: Mapping[str, str] = {
     "ids": "<i4", "lengths": "<i4", "starts": "<i4", "cuts": "<i4", "wholes": "<i4", "numbers": "<i8",
     "gaps": "<i4", "gap_counts": "<i4",
 }  # fmt: skip
-_FILE = 1 << 40  # more rows than a file has
+_FILE = 1 << 40  # more than the number of rows in any file
 
 
 @final
@@ -28,9 +28,9 @@ class TokenizedDataset(Sequence[TokenExample]):
     """Tokenized examples. An example becomes a Python object on access; a slice is a list of such objects.
 
     Args:
-        arrays: arrays by the names of KINDS: the concatenated tokens of all examples and, for each example, its number
-            of tokens, the start of its target, its `cut`, its number of tokens before it was cut, its origin as
-            `pack_origins` returns it, and its number of gaps; "gaps" has the starts and ends of all gaps.
+        arrays: arrays named as in KINDS: the concatenated tokens of all examples and, for each example, its number of
+            tokens, the start of its target, its `cut`, its number of tokens before truncation, its origin as returned
+            by `pack_origins`, and its number of gaps; "gaps" has the starts and ends of all gaps.
     """
 
     def __init__(self, arrays: Part) -> None:
@@ -69,7 +69,7 @@ class TokenizedDataset(Sequence[TokenExample]):
 
 
 def slice_part(rows: Sequence[TokenExample], numbers: Sequence[int]) -> Part:
-    """Return some examples as arrays."""
+    """Return the examples with these numbers as arrays."""
     lengths = [len(row.ids) for row in rows]
     ids = np.fromiter(itertools.chain.from_iterable(row.ids for row in rows), np.int32, sum(lengths))
     return {
@@ -85,18 +85,18 @@ def slice_part(rows: Sequence[TokenExample], numbers: Sequence[int]) -> Part:
 
 
 def pack_origins(examples: Iterable[Example], files: Sequence[Path]) -> list[int]:
-    """Return each example's row in its file, counted from 1, plus _FILE times the place of the file; 0 for no row."""
+    """Return each example's row in its file, counted from 1, plus _FILE times the index of the file; 0 for no row."""
     places = {str(file): place * _FILE for place, file in enumerate(files)}
     return [each.origin.row + places.get(each.origin.file, 0) if each.origin else 0 for each in examples]
 
 
 def unpack_origins(numbers: Int64[np.ndarray, " rows"], files: Sequence[Path]) -> Iterator[ExampleOrigin]:
-    """Yield the origins that `pack_origins` packed for the same files."""
+    """Yield the origins that `pack_origins` packed, given the same files."""
     return (ExampleOrigin(str(files[number // _FILE]), number % _FILE) for number in map(int, numbers))
 
 
 def join_parts(parts: Iterable[Part]) -> Part:
-    """Concatenate the arrays of all parts, in memory."""
+    """Concatenate the arrays of all parts in memory."""
     arrays_by_name: dict[str, list[np.ndarray]] = {name: [np.empty(0, kind)] for name, kind in KINDS.items()}
     for part in parts:
         for name, array in part.items():

@@ -1,16 +1,16 @@
 """Group a site's rows by unit, such as the patient. `dp.unit-column` names the column that holds the unit's id.
 
-An id is the value as text: NFC, without whitespace around it, in its own case, numbers as they are written. The ids
-stay in this module, which returns only row indices and numbers, so no log, error or report can contain one.
+An id is the value as text: normalized to NFC, without surrounding whitespace, case-sensitive, with numbers as written.
+The ids stay in this module, which returns only row indices and numbers, so no log, error or report can contain an id.
 
 | case | result |
 |---|---|
 | no such column | TaskError with the file's columns |
-| a row without an id: null, NaN, blank or invisible | TaskError with the row's number: such rows may belong to one |
-| | person. With `dp.no-unit = "one"` all of them are one unit |
-| ids that differ only in writing (7, 7.0, 007 and 70e-1; a1 and A1; | TaskError with their rows: they would be two |
-| digits, hyphens or accents in several codes) | units, so a person with both would be protected less than the claim |
-| | says |
+| a row without an id: null, NaN, blank or invisible | TaskError with the row number: such rows may belong to one |
+| | person. With `dp.no-unit = "one"`, all of them form one unit |
+| ids that differ only in spelling (7, 7.0, 007 and 70e-1; a1 and A1; | TaskError with their rows: they would be two |
+| digits, hyphens or accents in several encodings) | units, so a person with both would get less protection than the |
+| | claim says |
 | images in class folders, which have no columns | TaskError |
 """
 
@@ -39,24 +39,24 @@ __all__ = [
     "plain_id", "read_ids", "read_ids_of_files",
 ]  # fmt: skip
 
-UnitRows = tuple[tuple[int, ...], ...]  # the indices of each unit's rows; every row is in one unit
+UnitRows = tuple[tuple[int, ...], ...]  # the row indices of each unit; every row is in exactly one unit
 
 _AT_ONCE = 10_000  # rows
 log = logging.getLogger("fedveil.data")
 
 _LISTED = 10  # pairs of rows in an error
 _NUMBER = re.compile(r"([+-]?)([0-9]*)(?:\.([0-9]*))?(?:e([+-]?[0-9]{1,9}))?")
-_LONGEST = 400  # digits of a number that is written out
+_LONGEST = 400  # digits in a number that is written out
 _MINUS, _ARABIC_POINT = "\u2212", "\u066b"
 
 
 def group_rows_of_run(
     config: RunConfig, prepared: PreparedData, data: Path, share: DatasetShard | None = None
 ) -> UnitRows | None:
-    """Return the units of a site's training rows; None if `dp.unit-column` is empty, so that a row is the unit.
+    """Return the units in a site's training rows; None if `dp.unit-column` is empty, so that each row is a unit.
 
     Raises:
-        TaskError: as in the table above, or a partition that divides one unit's rows among sites.
+        TaskError: as in the table above, or if the partition divides a unit's rows among sites.
     """
     if not config.dp.unit_column:
         return None
@@ -87,10 +87,10 @@ def group_rows_of_run(
 def group_rows(
     data: Path, split: str, column: str, origins: Iterable[ExampleOrigin | None], has_blanks: bool = False
 ) -> UnitRows:
-    """Return the units of the rows with these origins, in the order of their first rows. Raises TaskError.
+    """Return the units in the rows with these origins, in the order of their first rows. Raises TaskError.
 
     Args:
-        has_blanks: all rows without an id are one unit, instead of an error.
+        has_blanks: all rows without an id form one unit; otherwise they are an error.
     """
     return group_ids(_ids_of_rows(data, split, column, origins, has_blanks))
 
@@ -102,19 +102,19 @@ def mark_rows(
     origins: Iterable[ExampleOrigin | None],
     is_marked: Callable[[str], bool],
 ) -> list[bool]:
-    """Return for each of these rows whether `is_marked` holds for the plain form of its id. Raises TaskError."""
+    """Return, for each of these rows, whether `is_marked` holds for the plain form of its id. Raises TaskError."""
     ids = _ids_of_rows(data, split, column, origins)
     marks = {each: is_marked(_plain(each)) for each in set(ids)}
     return [marks[each] for each in ids]
 
 
 def count_rows(file: Path, column: str, plain: str) -> int:
-    """Return the number of rows of a data file whose id has this plain form. Raises TaskError."""
+    """Return the number of rows in a data file whose id has this plain form. Raises TaskError."""
     return sum(_plain(each) == plain for each in read_ids(file, column))
 
 
 def plain_id(text: str) -> str:
-    """Return the form that all writings of an id share; "" for a blank one."""
+    """Return the form that all spellings of an id share; "" for a blank id."""
     return _plain(unicodedata.normalize("NFC", text).strip())
 
 
@@ -144,7 +144,7 @@ def _ids_of_rows(
 
 
 def read_ids_of_files(files: Sequence[Path], column: str, has_blanks: bool = False) -> list[list[str]]:
-    """Return the id of each row of each file of a split. Raises TaskError as `read_ids`, for all files together."""
+    """Return the id of each row in each file of a split. Raises TaskError like `read_ids`, once for all files."""
     found = [read_ids(file, column, has_blanks) for file in files]
     if similar := _similar(each for ids in found for each in ids):
         raise TaskError(
@@ -156,7 +156,7 @@ def read_ids_of_files(files: Sequence[Path], column: str, has_blanks: bool = Fal
 
 
 def group_ids(ids: Iterable[str]) -> UnitRows:
-    """Return the indices of each id, in the order of first appearance."""
+    """Return the row indices for each id, in order of first appearance."""
     units: defaultdict[str, list[int]] = defaultdict(list)
     for index, each in enumerate(ids):
         units[each].append(index)
@@ -164,10 +164,10 @@ def group_ids(ids: Iterable[str]) -> UnitRows:
 
 
 def read_ids(file: Path, column: str, has_blanks: bool = False) -> list[str]:
-    """Return the id of each row of a data file. Raises TaskError as in the table above.
+    """Return the id of each row in a data file. Raises TaskError as in the table above.
 
     Args:
-        has_blanks: "" stands for no id, instead of an error.
+        has_blanks: a row without an id has the id ""; otherwise it is an error.
     """
     ids = _texts(file, column)
     if "" in ids and not has_blanks:
@@ -188,14 +188,14 @@ def read_ids(file: Path, column: str, has_blanks: bool = False) -> list[str]:
 
 @dataclass(frozen=True)
 class UnitCounts:
-    """Numbers of one file's units, without an id.
+    """Statistics on the units in one file, without any id.
 
     Attributes:
-        rows: rows of the file.
-        units: ids, each writing of one counted once.
-        largest: rows of the unit with the most rows.
-        without_id: numbers of the rows without an id.
-        similar: for each id in several writings, the first row of each writing.
+        rows: the number of rows in the file.
+        units: the number of distinct ids; all spellings of an id count once.
+        largest: the number of rows in the largest unit.
+        without_id: the row numbers without an id.
+        similar: for each id with several spellings, the first row with each spelling.
     """
 
     rows: int
@@ -206,7 +206,7 @@ class UnitCounts:
 
 
 def count_units(file: Path, column: str) -> UnitCounts:
-    """Count the units of a data file. Raises TaskError as `read_ids`, but for missing ids and several writings."""
+    """Count the units in a data file. Raises TaskError like `read_ids`, except for missing ids and spellings."""
     ids = _texts(file, column)
     sizes = Counter(_plain(each) for each in ids if each)
     missing = tuple(number for number, each in enumerate(ids, start=1) if not each)
@@ -215,7 +215,7 @@ def count_units(file: Path, column: str) -> UnitCounts:
 
 
 def _similar(ids: Iterable[str]) -> list[list[int]]:
-    """Return for each id in several writings the first row of each writing."""
+    """Return, for each id with several spellings, the first row with each spelling."""
     writings: defaultdict[str, dict[str, int]] = defaultdict(dict)
     for number, each in enumerate(ids, start=1):
         if each:
@@ -224,7 +224,7 @@ def _similar(ids: Iterable[str]) -> list[list[int]]:
 
 
 def _texts(file: Path, column: str) -> list[str]:
-    """Return the id of each row; "" for a row without one. Raises TaskError for another type or no such column."""
+    """Return the id of each row; "" for a row without an id. Raises TaskError for a wrong type or a missing column."""
     return [_text(value, number, file, column) for number, value in enumerate(_values(file, column), start=1)]
 
 
@@ -232,7 +232,7 @@ def _values(file: Path, column: str) -> Sequence[Any]:
     if is_columnar(file):
         return _columnar_values(file, column)
     values, names = list[Any](), dict[str, None]()
-    for row, plain in zip(RowFile(file, (column,)), RowFile(file), strict=True):  # numbers as they are written
+    for row, plain in zip(RowFile(file, (column,)), RowFile(file), strict=True):  # numbers as written
         names |= dict.fromkeys(row)
         values.append(isinstance(plain.get(column), bool) or row.get(column))
     if column not in names:
@@ -273,7 +273,7 @@ def _text(value: Any, number: int, file: Path, column: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """Return a form that is equal for ids that differ only in writing."""
+    """Return a form that is equal for ids that differ only in spelling."""
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
     text = "".join(map(_plain_character, folded))
     number = _NUMBER.fullmatch(text)
@@ -287,7 +287,7 @@ def _plain(name: str) -> str:
 
 
 def _plain_character(character: str) -> str:
-    """Return a digit or hyphen of any script as that of ASCII, and "" for what is not seen."""
+    """Return the ASCII form of a digit or hyphen in any script, and "" for an invisible character."""
     if character.isspace() or unicodedata.category(character) in ("Cf", "Cc"):
         return ""
     if character == _MINUS or unicodedata.category(character) == "Pd":
@@ -297,7 +297,7 @@ def _plain_character(character: str) -> str:
 
 
 def _written_out(digits: str, exponent: int) -> str:
-    """Return digits x 10^exponent without an exponent, unless that is very long."""
+    """Return digits x 10^exponent without an exponent, unless the result would be very long."""
     if abs(exponent) > _LONGEST:
         return f"{digits}e{exponent}"
     if exponent >= 0:

@@ -1,1 +1,1 @@
-"""Cohorts, exchanges between server and clients, and a whole federation in one process; all without Flower."""
+"""Cohorts, exchanges between server and clients, and a complete federation in one process, all without Flower."""

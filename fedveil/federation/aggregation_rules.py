@@ -1,7 +1,7 @@
 """Cohort selection, checks of the aggregation rule, and the bound on one site's weight in a round.
 
-Cohorts are drawn by seeded sampling without replacement, the same in one process and over gRPC.
-`aggregate.*` sets how uploads are combined; `check_rule` and similar functions check that method and
+Cohorts are drawn by seeded sampling without replacement, identically in one process and over gRPC.
+`aggregate.*` sets how uploads are combined; `check_rule` and similar functions check that the method and
 cohort allow it. One site's weight is bounded:
 
     n_k <- min(n_k, s / (1 - s) * sum of the others' n),   s from 1/2 to 1
@@ -14,8 +14,8 @@ weight than all others together, regardless of its report. Methods with equal we
 | s = 1 | no weight is bounded |
 | a round with one upload | no weight is bounded |
 | no site is above the bound | every upload is passed on in order of arrival |
-| one site is above it (with s >= 1/2 there cannot be two) | it is delayed if necessary, and counts with fewer examples
-  |
+| one site is above the bound (with s >= 1/2, at most one can be) | its upload is delayed if necessary, and counts with
+  fewer examples |
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fedveil.rng import RandomStream
 
 
 def make_aggregator(aggregate: AggregateConfig) -> RunningSums | RobustAggregator | MultiKrumAggregator:
-    """Create the empty sums of a round under a rule."""
+    """Create empty sums for a round under an aggregation rule."""
     if aggregate.rule == "multi-krum":
         return MultiKrumAggregator(aggregate.num_byzantine, aggregate.num_selected)
     if aggregate.rule == "mean":
@@ -46,12 +46,12 @@ def make_aggregator(aggregate: AggregateConfig) -> RunningSums | RobustAggregato
 
 
 def fewest_uploads(aggregate: AggregateConfig) -> int:
-    """Return the minimum number of uploads for the rule; 0 if it takes any number."""
+    """Return the minimum number of uploads for the rule; 0 if any number will do."""
     return min_uploads(aggregate.num_byzantine, aggregate.num_selected) if aggregate.rule == "multi-krum" else 0
 
 
 def fewest_sites(aggregate: AggregateConfig, fraction: float) -> int:
-    """Return the fewest connected sites from which a cohort of `fraction` has enough uploads for the rule."""
+    """Return the smallest number of connected sites whose cohort of `fraction` has enough uploads for the rule."""
     least = fewest_uploads(aggregate)
     count = max(0, math.floor((least - 1) / fraction))
     while cohort_size(fraction, count) < least:
@@ -71,7 +71,7 @@ def check_rule(exchange: MessageExchange, aggregate: AggregateConfig) -> None:
 
 
 def check_server_optimizer(exchange: MessageExchange) -> None:
-    """Raise ConfigError if the exchange has a server optimizer that the method's algebra does not allow."""
+    """Raise ConfigError if the exchange has a server optimizer that the method does not allow."""
     if exchange.optimizer is not None and (why := exchange.method.server_optimizer_conflict):
         raise ConfigError(
             f'server.optimizer: expected "none" with {exchange.name}, found one that {why}; set it to "none" or choose '
@@ -80,7 +80,7 @@ def check_server_optimizer(exchange: MessageExchange) -> None:
 
 
 def check_cohort(secure: SecureConfig, aggregate: AggregateConfig, cohort: CohortConfig) -> None:
-    """Raise ConfigError for settings that this cohort, or a sum of masked uploads, does not allow with any method."""
+    """Raise ConfigError for settings that no method can use with this cohort or with masked uploads."""
     check_secure(secure, aggregate, cohort)
     check_count(aggregate, "cohort.min-sites", cohort.min_sites)
     drawn = cohort_size(cohort.fraction, max(cohort.sites, cohort.min_sites))
@@ -88,7 +88,7 @@ def check_cohort(secure: SecureConfig, aggregate: AggregateConfig, cohort: Cohor
 
 
 def check_secure(secure: SecureConfig, aggregate: AggregateConfig, cohort: CohortConfig) -> None:
-    """Raise ConfigError for settings that need single uploads if uploads are masked."""
+    """Raise ConfigError for settings that need individual uploads although uploads are masked."""
     if not secure.enabled:
         return
     asked: tuple[tuple[str, object, object, str], ...] = (
@@ -103,8 +103,8 @@ def check_secure(secure: SecureConfig, aggregate: AggregateConfig, cohort: Cohor
     for key, found in ("threshold", secure.threshold), ("graph-degree", secure.graph_degree):
         if secure.whole_cohort and found:
             raise ConfigError(
-                f"secure.{key}: expected 0 with secure.whole-cohort (no site agrees to a sum or holds shares), found "
-                f"{found}"
+                f"secure.{key}: expected 0 with secure.whole-cohort (an upload agrees to the sum, and no site holds "
+                f"shares), found {found}"
             )
 
 
@@ -112,7 +112,7 @@ def check_entries(method: Method, secure: SecureConfig, cohort: CohortConfig, si
     """Raise ConfigError for a secure run in which some entry could never be summed over enough sites.
 
     Args:
-        sites: number of sites of the federation; 0: cohort.sites, if the run config has it.
+        sites: number of sites in the federation; 0 means cohort.sites, if it is set in the run config.
     """
     if not (secure.enabled and method.plans_entries):
         return
@@ -129,7 +129,7 @@ def check_entries(method: Method, secure: SecureConfig, cohort: CohortConfig, si
 
 
 def check_count(aggregate: AggregateConfig, field: str, found: int) -> None:
-    """Raise ConfigError if a round of this many uploads, which `field` allows, is too small for the rule."""
+    """Raise ConfigError if `field` allows a round with too few uploads (`found`) for the rule."""
     if found < (least := fewest_uploads(aggregate)):
         means = f" and aggregate.num-selected = {aggregate.num_selected}" if aggregate.num_selected else ""
         raise ConfigError(
@@ -146,7 +146,7 @@ def cohort_size(fraction: float, sites: int) -> int:
 def draw_cohort(sites: Iterable[str], fraction: float, secret: bytes, round_: int, attempt: int = 0) -> list[str]:
     """Draw ceil(fraction x sites) names uniformly without replacement; return them sorted.
 
-    A repeated round draws a new cohort, so that one site that is down does not end the run.
+    A repeated round draws a new cohort, so that a single site that is down does not end the run.
     """
     ordered = sorted(sites)
     rng = RandomStream.derive(secret, round_, "", f"cohort {attempt}")
@@ -159,7 +159,7 @@ _MOST_WAITING = 2
 def bound_weights(
     uploads: Iterable[AcceptedUpload], share: float, cut: Callable[[str, int], None]
 ) -> Iterator[AcceptedUpload]:
-    """Yield the uploads so that none has more than `share` of all examples. At most 3 are in memory at a time.
+    """Yield the uploads, reduced so that none counts for more than `share` of all examples; memory holds at most 3.
 
     Args:
         uploads: the uploads in order of arrival.

@@ -1,4 +1,4 @@
-"""The private states of an in-process federation: in memory up to a limit, and in files beyond it, bit for bit."""
+"""The private states in an in-process federation: in memory up to a limit and in files beyond it, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _Kept = FederatedState | Path | None
 
 @final
 class ClientStateCache(MutableMapping[str, FederatedState | None]):
-    """Each site's private state, and its state of the current round, which takes effect on `commit`.
+    """Each site's private state, and its state from the current round, which takes effect on `commit`.
 
-    The files are in a folder of their own in the system's temporary folder (TMPDIR), which other users
-    cannot read. The folder is removed with this object, at the latest when the process ends. A killed
-    process leaves it behind.
+    The files are in their own folder in the system's temporary folder (TMPDIR); other users cannot read them.
+    The folder is removed along with this object, at the latest when the process exits. A killed process leaves
+    it behind.
 
     Args:
-        bound_bytes: limit for all tensors in memory. State beyond it goes to a file and stays there.
+        bound_bytes: limit for all tensors in memory. State beyond the limit goes to a file and stays there.
     """
 
     def __init__(self, bound_bytes: int) -> None:
@@ -39,22 +39,22 @@ class ClientStateCache(MutableMapping[str, FederatedState | None]):
         self._numbers = itertools.count()
 
     def stage(self, site: str, state: FederatedState | None) -> None:
-        """Store the state with which a site ends the current round."""
+        """Store a site's state at the end of the current round."""
         self._put(self._staged, site, state)
 
     def staged(self, site: str) -> FederatedState | None:
-        """Return the state with which the site ended the current round."""
+        """Return the site's state at the end of the current round."""
         return _state(self._staged[site])
 
     def commit(self) -> None:
-        """Make the states of the current round the states of their sites."""
+        """Make the current round's states the sites' states."""
         for site, entry in self._staged.items():
             self._release(self._states.get(site))
             self._states[site] = entry
         self._staged = {}
 
     def discard(self) -> None:
-        """Drop the states of a failed round."""
+        """Discard the states from a failed round."""
         for entry in self._staged.values():
             self._release(entry)
         self._staged = {}

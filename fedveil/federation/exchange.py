@@ -1,4 +1,4 @@
-"""One exchange between server and client, as bytes. Flower's apps, the in-process runner and the attacks all use it."""
+"""An exchange between server and client, as bytes. The Flower apps, the in-process runner and the attacks use it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fedveil.wire.validation import message_bounds
 
 __all__ = ["MessageExchange", "Participate"]
 
-# A client round: maps message, private state, trainer, context and the round's name to the new state and the upload.
+# A client round: maps message, private state, trainer, context and state name to the new state and the upload.
 Participate = Callable[
     [Buffer, FederatedState | None, Trainer, RoundContext, str], tuple[FederatedState | None, list[Buffer]]
 ]
@@ -35,13 +35,13 @@ Participate = Callable[
 
 @dataclass(frozen=True)
 class MessageExchange:
-    """A method on a spec, which both ends must share.
+    """A method for a spec, which must be the same on both ends.
 
     Attributes:
         method: the method with its hyperparameters.
-        name: the method's file name, which the envelope carries.
+        name: the method's file name, sent in the envelope.
         spec: the trained tensors.
-        optimizer: the server's optimizer, which only the server uses; None: the method's own update.
+        optimizer: the server's optimizer, used only by the server; None means the method's own update.
     """
 
     method: Method
@@ -60,16 +60,16 @@ class MessageExchange:
         return message_bounds(self.layout, "up").message
 
     def nbytes(self, field: WireField) -> int:
-        """Return the bytes of a field; if the sender chooses a length, those of the largest value."""
+        """Return the size of a field in bytes; if the sender chooses a length, the size of the largest value."""
         return field.codec.nbytes(field.largest)
 
     def sizes(self, direction: Direction) -> dict[str, int]:
-        """Return the bytes of the fields by variant, without the envelope."""
+        """Return the total size of the fields by variant, in bytes without the envelope."""
         fields = {variant: self.layout.fields_of(direction, variant) for variant in self.layout.variants(direction)}
         return {variant: sum(map(self.nbytes, of.values())) for variant, of in fields.items()}
 
     def largest(self, direction: Direction) -> int:
-        """Return the bytes of the largest variant."""
+        """Return the size of the largest variant in bytes."""
         return max(self.sizes(direction).values())
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> bytes:
@@ -77,7 +77,7 @@ class MessageExchange:
         return b"".join(self.packed(server, ctx).parts)
 
     def packed(self, server: FederatedState, ctx: RoundContext) -> PackedMessage:
-        """Return the message to one client in parts, with a description of what it discloses."""
+        """Return the message to one client in parts, with a description of its disclosures."""
         payload = self.method.broadcast(server, ctx)
         return pack_message_parts(
             self.layout,
@@ -90,12 +90,12 @@ class MessageExchange:
     ) -> tuple[FederatedState | None, list[Buffer]]:
         """Run the whole client round: decode, train, encode.
 
-        Returns the new private state and the reply, in parts. If the caller keeps no reference to `data`, its memory
+        Returns the new private state, and the reply in parts. If the caller keeps no reference to `data`, its memory
         can be freed while the client trains. `turn` is the site's name for the new state; the reply contains it if
-        there is such a state.
+        there is a new state.
 
         Raises:
-            WireError: the message does not match the layout, or holds a value that is not finite.
+            WireError: the message does not match the layout, or contains a value that is not finite.
         """
         received = [self.opened(data, ctx)]
         del data
@@ -105,7 +105,7 @@ class MessageExchange:
         return private, pack_message_parts(self.layout, stamp, payload, trainer.num_examples, report, turn).parts
 
     def opened(self, data: Buffer, ctx: RoundContext) -> Payload:
-        """Decode a broadcast; if the context has a device, codes are decoded there.
+        """Decode a broadcast; if the context has a device, decode the codes there.
 
         Raises WireError like `participate`.
         """
@@ -117,7 +117,7 @@ class MessageExchange:
     ) -> tuple[FederatedState | None, Payload, Mapping[str, float]]:
         """Run the method's client step; return the new private state, the payload to send, and the report.
 
-        `received` has one payload, which is removed from it, so that its memory can be freed while the client trains.
+        `received` has one payload. This removes it, so that its memory can be freed while the client trains.
         """
         reporting = _Reporting(trainer)
         private, payload = self.method.client(private, received.pop(), reporting, ctx)
@@ -126,7 +126,7 @@ class MessageExchange:
     def receive(
         self, data: Buffer, round_: int, address: MessageAddress = MessageAddress(), site: str = ""
     ) -> DecodedMessage:
-        """Decode a client's message, before upload validation. `site`: its sender, if the address does not name it.
+        """Decode a client's message, before upload validation. `site`: the sender, if the address names none.
         Raises WireError.
         """
         message = unpack_message(
@@ -148,7 +148,7 @@ class MessageExchange:
         new_sums: Callable[[], AddedAggregateSums] = RunningSums,
         least: int = 1,
     ) -> FederatedState:
-        """Return the next state: sum the terms of all uploads, one in memory at a time, and update the server.
+        """Sum the terms of all uploads, one in memory at a time, update the server, and return its next state.
 
         With fewer than `least` uploads, return the same state object.
         """
@@ -164,7 +164,7 @@ class MessageExchange:
         return self.server_update(server, sums, replace(ctx, client="", is_new=False))
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """Return the next state: the method's, or the step of the server's optimizer along the method's change."""
+        """Return the next state: the method's own, or a step of the server's optimizer along the method's change."""
         if self.optimizer is None:
             return self.method.server_update(server, sums, ctx)
         changed = self.method.changed_entries(server, sums, ctx)
@@ -184,7 +184,7 @@ def _finite(message: DecodedMessage) -> Payload:
 
 
 class _Reporting(TrainerWrapper):
-    """A trainer that stores the report of the last training, and counts all steps on per-example gradients."""
+    """A trainer that stores the last training report, and counts all steps on per-example gradients."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)

@@ -1,8 +1,8 @@
-"""A whole federation in one process, without Flower: the same contract, the same codecs, the same draws.
+"""A complete federation in one process, without Flower: the same contract, the same codecs, the same draws.
 
-It serves tests, research and benchmarks. Every message is encoded and decoded as over the wire, and with
-`run.deterministic = true` the global weights end bit-identical to those of the same run over gRPC, if both have the
-same bound on a site's weight (`max_weight_fraction`).
+It is for tests, research and benchmarks. Every message is encoded and decoded as over the wire. With
+`run.deterministic = true`, the final global weights are bit-identical to those of the same run over gRPC, if both have
+the same bound on a site's weight (`max_weight_fraction`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["InProcessFederation", "OnMessage", "OnRound", "TrainerFor"]
 
 OnRound = Callable[["InProcessFederation", int], None]
 TrainerFor = Callable[[str, RoundContext], Trainer]
-OnMessage = Callable[[bytes, RoundContext, Direction], None]  # an upload is passed before the server reads it
+OnMessage = Callable[[bytes, RoundContext, Direction], None]  # called for an upload before the server reads it
 
 
 @dataclass
@@ -46,25 +46,25 @@ class InProcessFederation:
     """A server, its sites and the messages between them.
 
     Attributes:
-        exchange: the method on its spec.
-        config: the sections cohort, aggregate, secure, run and dp are read.
+        exchange: the method for its spec.
+        config: the run config; only the sections cohort, aggregate, secure, run and dp are read.
         trainer_for: returns a site's trainer for one round.
         sites: names of the sites.
         server: the server's state.
-        last_cohort: sites of the last round.
-        cohort: sites of the current round.
+        last_cohort: sites in the last round.
+        cohort: sites in the current round.
         silent: sites whose uploads do not arrive, so that a secure sum is unmasked without them.
-        participated: sites whose upload the server has accepted.
-        upload_bytes, download_bytes: bytes of all messages of the run so far.
-        reports: the last report of each site.
-        num_examples: the examples that each site reported with its last upload; none under secure aggregation.
-        cut: the counted examples of the sites that `max_share` reduced in the last round.
-        left_out: sites of the last round whose uploads the rule did not select (multi-krum).
-        on_message: called with each message and its context; None calls nothing.
-        tap: records every message; None records nothing.
-        unseen: the keys of server and sites under secure aggregation; otherwise None.
+        participated: sites with an upload that the server has accepted.
+        upload_bytes, download_bytes: total bytes of the run's messages so far.
+        reports: each site's last report.
+        num_examples: the number of examples each site reported with its last upload; none under secure aggregation.
+        cut: the numbers of examples counted for the sites that `max_share` reduced in the last round.
+        left_out: sites in the last round whose uploads the rule did not select (multi-krum).
+        on_message: called with each message and its context; None means no calls.
+        tap: records every message; None means no recording.
+        unseen: the keys of the server and sites under secure aggregation; otherwise None.
         max_share: like cohort.max-weight-fraction; by default no limit, because no site here is hostile.
-        private_bytes: memory limit for the sites' private states; the rest is in temporary files.
+        private_bytes: memory limit for the sites' private states; the rest goes to temporary files.
         private: each site's private state; None for a site that never took part.
     """
 
@@ -117,7 +117,7 @@ class InProcessFederation:
         return derive_secret(side, self.config.run.seed, self.config.run.deterministic)
 
     def run(self, on_round: OnRound | None = None) -> FederatedState:
-        """Run all rounds of the config; call `on_round` after each. Return the last server state."""
+        """Run all rounds in the config, calling `on_round` after each. Return the last server state."""
         for round_ in range(self.config.run.rounds):
             self.round(round_)
             if on_round:
@@ -125,7 +125,7 @@ class InProcessFederation:
         return self.server
 
     def round(self, round_: int) -> None:
-        """Run one round: draw a cohort, exchange messages with each of its sites, and update the server."""
+        """Run one round: draw a cohort, exchange messages with each site in it, and update the server."""
         chosen = aggregation_rules.draw_cohort(self.sites, self.config.cohort.fraction, self._server_secret, round_)
         self.private.discard()
         self.cohort, self.cut, self.left_out = chosen, {}, []
@@ -173,7 +173,7 @@ class InProcessFederation:
         )
 
     def _turn(self, round_: int, site: str, participate: Participate, entries: EntryTable | None = None) -> bytes:
-        """Run one client round; return its upload. Count and record the bytes of broadcast and upload."""
+        """Run one client round and return its upload. Count and record the bytes of the broadcast and the upload."""
         down = self.exchange.broadcast(self.server, self._context(round_, site, self._server_secret, entries))
         ctx = self._context(round_, site, self._client_secrets[site])
         trainer = self.trainer_for(site, ctx)
@@ -199,7 +199,7 @@ class InProcessFederation:
 
     @property
     def secrets(self) -> dict[str, str]:
-        """Return the secrets from which the server ("") and each site draw, in hex: for a checkpoint of the run."""
+        """Return the secrets from which the server ("") and each site draw, in hex, for a checkpoint of the run."""
         return {"": self._server_secret.hex()} | {site: of.hex() for site, of in self._client_secrets.items()}
 
     def restore(
@@ -209,16 +209,16 @@ class InProcessFederation:
         secrets: Mapping[str, str],
         private: Mapping[str, FederatedState | None],
     ) -> None:
-        """Continue a run from a checkpoint. Under secure aggregation the sites draw new keys.
+        """Resume a run from a checkpoint. Under secure aggregation, the sites draw new keys.
 
         Args:
             server: the server's state.
-            participated: the sites whose upload the server has accepted.
-            secrets: what `secrets` returned.
+            participated: the sites with an upload that the server has accepted.
+            secrets: the value that `secrets` returned.
             private: each site's private state; None or absent for a site without one.
 
         Raises:
-            ConfigError: the checkpoint is of other sites.
+            ConfigError: the checkpoint belongs to other sites.
         """
         if secrets.keys() != {"", *self.sites}:
             known = ", ".join(sorted(secrets.keys() - {""}))
@@ -230,5 +230,5 @@ class InProcessFederation:
             self.private[site] = state
 
     def models(self, site: str | None = None) -> Mapping[str, Weights]:
-        """Return the current models by view; with `site` also that client's."""
+        """Return the current models by view; with `site`, also that client's model."""
         return self.exchange.method.models(self.server, self.private.get(site) if site else None)

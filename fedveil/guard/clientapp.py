@@ -1,8 +1,8 @@
-"""`flwr-clientapp` for a site's SuperExec: Flower's program, preceded by this site's decision.
+"""`flwr-clientapp` for a site's SuperExec: Flower's program, in which this site decides before anything is installed.
 
     SuperExec -> flwr-clientapp (the script that `fedveil site guard` writes) -> main
-        message, run and bundle are pulled               Flower
-        SHA-256 of the bundle, signatures, the policy here; a refusal ends it: nothing is installed, loaded or opened
+        message, run and bundle are pulled               Flower; here the message's objects, before it is decoded
+        bundle SHA-256, signatures, policy               here; a refusal ends it: nothing is installed, loaded or opened
         the bundle is installed, its files compared      Flower, then here
         the bundle's ClientApp runs                      bundled code, for the first time
         the reply is measured against the policy         here
@@ -13,15 +13,17 @@ afterwards.
 
 If the policy names neither a digest nor a signer, it admits code that was not reviewed at the site. Such
 code could undo the later steps in this process and read everything that this user can read. `fedveil
-doctor` warns of such a policy.
+doctor` warns about such a policy.
 
 | case | what happens |
 |---|---|
 | the policy cannot be read, or anything else goes wrong here | refused |
-| no policy named | refused, unless the script was written for a site that permits everything |
-| the audit log cannot be written, or its last line is not whole | refused |
-| the SuperLink names another digest, app or version than the bundle's own | refused |
-| a Flower that guard/flower/ does not know | the process ends with the reason; no message is taken |
+| an Array in the message would become larger than it came, or the message cannot be decoded (received_message.py) |
+  refused |
+| no policy is named | refused, unless the script was written for a site that permits everything |
+| the audit log cannot be written, or its last line is incomplete | refused |
+| the SuperLink names a digest, app or version other than the bundle's own | refused |
+| a Flower version that guard/flower/ does not support | the process ends with the reason, before it takes a message |
 """
 
 from __future__ import annotations
@@ -42,9 +44,10 @@ from flwr.app import Error, Message
 from flwr.common.config import get_project_dir
 from flwr.supercore import log
 
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, WireError
 from fedveil.guard import flower, heartbeat, reply_check
 from fedveil.guard.flower import replaced
+from fedveil.guard.received_message import ReceivingClient, decode_message
 from fedveil.sanitize import sanitize
 
 if TYPE_CHECKING:
@@ -52,17 +55,18 @@ if TYPE_CHECKING:
     from fedveil.guard.instruction_check import VerifiedInstruction
 
 RUNTIME = "flwr.supernode.runtime.run_clientapp"
-_HOOKS = ("pull_task_input", "install_from_fab", "push_message")
-_QUESTION = "query.secure"  # Flower's type of a message about keys or shares; any other one asks for a turn
+_DECODE = "pull_and_inflate_object_from_tree"
+_HOOKS = ("pull_task_input", _DECODE, "install_from_fab", "push_message")
+_QUESTION = "query.secure"  # Flower's type for a message about keys or shares; any other type requests a client round
 _RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 _BUNDLED = ("client_app", "fedveil", "server_app", "strategies")
 _PUBLIC = ("PolicyError", "WireError")
 _OWN_BOUNDS = ("PolicyError: ", "BudgetError: ")
-_REASON = 2000  # characters of a refusal's text
+_REASON = 2000  # maximum characters of a refusal's text
 _RECORDS, _SHOWN = {"order": "ConfigRecord", "fedveil": "ArrayRecord"}, 10
-# Settings of Flower's own loop, which sites do not read, and the server's signature (instruction_check.py).
+# Settings for Flower's own loop, which sites do not read, and the server's signature (instruction_check.py).
 _MORE_RECORDS = {"config": "ConfigRecord", "signature": "ConfigRecord"}
-_NAMED = 100  # records of a withheld reply that an audit-log line lists
+_NAMED = 100  # maximum number of a withheld reply's records that an audit-log line lists
 
 
 class MessageRefused(Exception):
@@ -70,24 +74,27 @@ class MessageRefused(Exception):
 
 
 class MessageGuard:
-    """Decides about one message. `runtime` is the Flower module that processes it.
+    """Makes the site's decisions about one message. `runtime` is the Flower module that processes it.
 
-    Flower is unchanged until `install`; then this class replaces three functions of `runtime`.
+    Flower is unchanged until `install`; then this class replaces four functions of `runtime`.
     """
 
     def __init__(self, runtime: ModuleType, require_policy: bool) -> None:
         self._runtime = runtime
         self._pull: Callable[..., Any] = runtime.pull_task_input
+        self._decode: Callable[..., Any] = getattr(runtime, _DECODE)
         self._install: Callable[..., Path] = runtime.install_from_fab
         self._push: Callable[..., None] = runtime.push_message
         self._require_policy = require_policy
         self._task: tuple[Any, ...] = ()
+        self._client = ReceivingClient(None)
+        self._fault: WireError | None = None
         self._assignment: ClientAssignment | None = None
         self._instruction: VerifiedInstruction | None = None
         self._down_bytes = 0
         self._about: dict[str, Any] = {}
         self._refusal = ""
-        # Load these from the site's own installation now: the bundle has modules of the same names.
+        # Load these from the site's own installation now: the bundle has modules with the same names.
         (
             self._assignments, self._sites, self._decisions, self._policies, self._audit_log, self._header,
             self._bundle, self._signature, self._check, self._digests, self._cause,
@@ -102,14 +109,23 @@ class MessageGuard:
         )  # fmt: skip
 
     def install(self) -> None:
-        """Replace three of Flower's functions with this guard's, for the rest of the process."""
-        for name, own in zip(_HOOKS, (self.pull, self.install_bundle, self.push), strict=True):
+        """Replace four of Flower's functions with this guard's, for the lifetime of the process."""
+        for name, own in zip(_HOOKS, (self.pull, self.decode, self.install_bundle, self.push), strict=True):
             setattr(self._runtime, name, own)
 
     def pull(self, client: Any) -> tuple[Any, ...]:
         """Call Flower's pull_task_input and store its result."""
-        self._task = self._pull(client)
+        self._client = ReceivingClient(client)
+        self._task = self._pull(self._client)
         return self._task
+
+    def decode(self, *args: Any, **kwargs: Any) -> Any:
+        """Call Flower's pull_and_inflate_object_from_tree; for a refused message, return only the metadata."""
+        try:
+            return decode_message(self._decode, *args, **kwargs)
+        except WireError as error:
+            self._fault = error
+            return self._client.bare_message()
 
     def install_bundle(self, content: bytes, *args: Any, **kwargs: Any) -> Path:
         """Call Flower's install_from_fab if this site permits the run. Raises MessageRefused."""
@@ -123,7 +139,7 @@ class MessageGuard:
             self._refuse(error)
         os.environ["FEDVEIL_APP_DIGEST"], os.environ["FEDVEIL_APP_SIGNER"] = digest, self._about["signer"]
         os.environ["FEDVEIL_APP_MODULE"] = self._about.get("module", "")
-        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # for the worker, to keep its compiled code
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # so that the worker leaves no compiled code
         sys.dont_write_bytecode = True
         unload_modules()
         return folder
@@ -151,7 +167,7 @@ class MessageGuard:
         self._push(client, message, context)
 
     def _admit(self, content: bytes) -> str:
-        """Return the digest of the bundle if the policy permits it for this message. Fills in the audit-log entry."""
+        """Return the bundle's digest if the policy permits it for this message. Fills in the audit-log entry."""
         message, context, run, fab = self._task
         digest = hashlib.sha256(content).hexdigest()
         self._about = {"flower_run": str(run.run_id), "node": str(context.node_id), "app": digest}
@@ -160,8 +176,10 @@ class MessageGuard:
         self._log_file = Path(str(state)).expanduser() / self._audit_log.NAME
         site = self._sites.parse_site(context.node_config)
         self._about |= {"site": site.site, "policy": _file_digest(site.policy)}
-        # Check the bundle before its message: another app has other records, and the log must name the refusal.
+        # Check the bundle before its message: a different app has different records, and the log must give this reason.
         self._require_bundle(site, digest, (fab.hash_str, run.fab_hash))
+        if self._fault is not None:
+            raise self._fault
         records = _own_records(message)
         self._down_bytes = sum(len(array.data) for array in records.array_records["fedveil"].values())
         received = sum(int(size) for _, _, size in reply_check.list_records(records))
@@ -187,7 +205,7 @@ class MessageGuard:
     def _require_bundle(self, site: Any, digest: str, named: tuple[str, str]) -> None:
         """Raise MessageRefused or PolicyError for a wrong bundle. `named`: the digests that the SuperLink gives."""
         if self._require_policy and not site.policy:
-            raise MessageRefused("policy: this site requires a policy, and its node config names none; name one there")
+            raise MessageRefused("policy: this site requires a policy, but its node config names none; name one there")
         if digest != named[0] or named[1] not in ("", digest):
             raise MessageRefused(
                 f"app digest: expected the SuperLink to name {digest}, found {named[0]} and {named[1]}"
@@ -195,13 +213,11 @@ class MessageGuard:
         self._decisions.check_app_digest(site, digest)
 
     def _signer(self, assignment: ClientAssignment, digest: str) -> str:
-        """Return the key that signed this run; "" for none. Raises PolicyError for a wrong signature."""
+        """Return the key that signed this run; "" for none. Raises PolicyError for an invalid signature."""
         order, run = assignment.order, assignment.config.run
         # The server appends 8 hex digits to the run's name; this site stores state under that name.
         if run.signature and not re.fullmatch(re.escape(run.name) + r"-[0-9a-f]{8}", order.run):
-            raise MessageRefused(
-                f"run.signature: expected a run called {run.name!r}, found {order.run!r}; set run.name"
-            )
+            raise MessageRefused(f"run.signature: expected a run named {run.name!r}, found {order.run!r}; set run.name")
         return str(self._signature.verify_signer(run.signature, run.name, digest))
 
     def _installed(self) -> Path | None:
@@ -223,11 +239,11 @@ class MessageGuard:
         self._bundle.require_same(content, folder)
 
     def _measured(self, message: Message) -> Message:
-        """Return the guard's own reply with this one's upload and the log's anchor, if the upload is within bounds."""
+        """Return the guard's own reply with this upload and the log's anchor, if the upload is within bounds."""
         parts = reply_check.upload_slices(message.content)
         header, size = self._header.header_of_slices(parts), sum(map(len, parts))
         if self._assignment is None:
-            raise MessageRefused("upload: expected an admitted message before it, found none")
+            raise MessageRefused("upload: expected a message admitted before it, found none")
         self._decisions.check_upload(self._assignment, self._down_bytes, size, header["num_examples"], header["report"])
         fields = [[entry[0], entry[3]] for entry in header["fields"]]
         about = {"up_bytes": size, "variant": header["variant"], "fields": fields, "figures": sorted(header["report"])}
@@ -246,7 +262,7 @@ class MessageGuard:
         raise MessageRefused(self._refusal) from None  # Flower logs the raised error with its causes unsanitized
 
     def _try_to_note(self, event: str, error: Exception, **more: Any) -> None:
-        """Try to log an event. A refusal stands even if that fails; the failure is in the process's log."""
+        """Try to log an event. A refusal stands even if logging fails; the process's log then has the failure."""
         try:
             self._note(event, reason=sanitize(f"{_kind(error)}: {error}"), **more)
         except Exception as unwritten:
@@ -264,20 +280,20 @@ def _own_records(message: Message) -> Any:
     if missing := [name for name in _RECORDS if name not in records]:
         found = ", ".join(sanitize(name, 80) for name in sorted(map(str, records))[:_SHOWN]) or "none"
         raise MessageRefused(
-            f"message: expected FedVeil's records {' and '.join(_RECORDS)}, found {found}; without {missing[0]} it "
+            f"message: expected FedVeil's records {' and '.join(_RECORDS)}, found {found}; without {missing[0]}, it "
             "belongs to another app, which this site does not run"
         )
     known = {**_RECORDS, **_MORE_RECORDS}
     if strange := [name for name, record in records.items() if known.get(name) != type(record).__name__]:
         raise MessageRefused(
             f"message: expected only the records {', '.join(known)}, found {sanitize(strange[0], 80)} of type "
-            f"{type(records[strange[0]]).__name__}, whose bytes no bound would count"
+            f"{type(records[strange[0]]).__name__}, whose size no limit would cover"
         )
     return records
 
 
 def unload_modules() -> None:
-    """Unload this installation's modules that the bundle also contains, so that the bundle's are imported."""
+    """Unload this installation's modules that the bundle also contains, so that the bundle's versions are imported."""
     for name in [name for name in sys.modules if name.partition(".")[0] in _BUNDLED]:
         del sys.modules[name]
 
@@ -292,7 +308,7 @@ def main(require_policy: bool = True) -> None:
 
 
 def require_flower() -> None:
-    """Exit with the reason if the guard does not know the installed Flower."""
+    """Exit with the reason if the guard does not support the installed Flower."""
     try:
         flower.installed_release()
     except ConfigError as error:
@@ -300,7 +316,7 @@ def require_flower() -> None:
 
 
 def install_guard(require_policy: bool) -> None:
-    """Route every message that this process takes through a guard. Raises AttributeError for an unknown Flower."""
+    """Route every message that this process takes through a guard. Raises AttributeError for an unsupported Flower."""
     try:
         replaced.require_attributes("client process")
     except ConfigError as error:
@@ -310,7 +326,7 @@ def install_guard(require_policy: bool) -> None:
 
 
 def _public(error: Exception) -> str:
-    """Return the error text that the server may see, under the same rule as in client_app/app.py."""
+    """Return the error text that the server may see, by the same rule as in client_app/app.py."""
     if isinstance(error, MessageRefused):
         return sanitize(f"PolicyError: {error}", _REASON)
     kind = type(error).__name__
@@ -332,4 +348,4 @@ def _file_digest(path: str) -> str:
     try:
         return hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest() if path else ""
     except OSError:
-        return ""  # the next check refuses it with the reason
+        return ""  # the policy check refuses an unreadable file with the reason

@@ -2,15 +2,15 @@
 
 | event | content |
 |---|---|
-| asked | operator, role, call, what it is about (run, app, node, key), peer; permitted, or refused and why |
-| submitted | the run that a permitted start-run became, or the HTTP status that Flower gave it |
-| shut-out | a site whose key is past its last day, revoked or replaced; once for each start of the program |
+| asked | operator, role, call, its subject (run, app, node, key), peer; permitted, or refused and why |
+| submitted | the run created by a permitted start-run, or the HTTP status that Flower returned |
+| shut-out | a site whose key has expired or was revoked or replaced; once per start of the program |
 | fleet-refused | site, node, call, reason and count of calls at the sites' port (fedveil/guard/fleet/refusal_log.py) |
-| rogue | a site with 20 such calls within a minute that no honest site sends |
-| unchecked | the program was started without the checks of what sites send |
+| rogue | a site that made 20 refused calls, of a kind that no honest site sends, within a minute |
+| unchecked | the program was started without the checks on sites' messages |
 
-The server does not carry out a call that it cannot log. At most 60 refusals a minute get a line each; the next line
-reports how many more there were, so that strangers cannot fill the disk. Each line has the program's clock time
+The server does not carry out a call that it cannot log. At most 60 refusals per minute get their own line; the next
+line reports how many more there were, so that strangers cannot fill the disk. Each line has the program's clock time
 (`clock`). The next start continues from that time, so setting the machine's clock back does not make a key valid again.
 """
 
@@ -31,7 +31,7 @@ _REFUSALS_A_MINUTE = 60
 
 
 class ControlLog:
-    """The log in `file` and its clock. Raises StateError if the log is torn or was changed."""
+    """The log in `file` and its clock. Raises StateError if the log is incomplete or was tampered with."""
 
     def __init__(self, file: Path, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.file = file

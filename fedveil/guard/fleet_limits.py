@@ -1,4 +1,4 @@
-"""All named limits of the fleet port. Bytes count what a site sends, and rates are per site."""
+"""All named limits of the fleet port. Byte limits apply to data that a site sends, and rates are per site."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from fedveil.wire.chunking import MAX_REPLY_SLICES, SLICE_BYTES
 MIN_HEARTBEAT_SECONDS = 10.0
 MAX_HEARTBEAT_SECONDS = 60.0
 
-# The largest reply to an instruction whose group_id does not name one.
+# Maximum reply size for an instruction whose group_id does not state one.
 DEFAULT_REPLY_BYTES = 1 << 30
 MAX_ERROR_REPLY_BYTES = 64 << 10
-# In addition to the upload itself: headers, names and records of a reply.
+# In addition to the upload itself: a reply's headers, names and records.
 EXTRA_REPLY_BYTES = 1 << 20
-# Bytes that a site may send for one instruction, over all its attempts.
+# How many times the maximum reply size a site may send for one instruction, over all attempts.
 MAX_UPLOADS_OF_A_REPLY = 8
 
-# A tree of 4,096 objects locks Flower's database for 3 s. So a reply of more than 2.67 GB cannot be announced.
+# A tree with 4,096 objects locks Flower's database for 3 s. This limit rules out replies over 2.67 GB.
 EXTRA_TREE_NODES = 16
 MAX_TREE_NODES = 2 * MAX_REPLY_SLICES + EXTRA_TREE_NODES
 MAX_RECORDS = 4
@@ -27,27 +27,27 @@ MAX_ARRAY_BODY_BYTES = flower_objects.MAX_ARRAY_BODY_BYTES
 MAX_BODY_BYTES = flower_objects.MAX_BODY_BYTES
 BODY_BYTES_OF_A_SLICE = flower_objects.BODY_BYTES_OF_A_SLICE
 
-# A site's clock may be 305 s behind: the limit of Flower's own check of signed times.
+# A site's clock may be 305 s behind, the limit in Flower's own check of signed times.
 MAX_CLOCK_SECONDS = 400.0
-# Words before the server's time in its answer to a call without a key: fedveil/console/doctor/checks.py reads it.
+# Text before the server's time in its answer to a call without a key; fedveil/console/doctor/checks.py parses it.
 SHOWS_TIME = "the server's clock shows "
-TTL_TOLERANCE_SECONDS = 0.1  # Flower's own is 0.1 too
+TTL_TOLERANCE_SECONDS = 0.1  # Flower's own tolerance is also 0.1 s
 MAX_RUNTIME_SECONDS = 3e6
 
 # Staging.
-MAX_OPEN_REPLIES = 2  # a third drops the oldest: a refusal would lock out a site killed twice in an upload
-MAX_SPOOL_BYTES = 8 << 30  # of all sites' second open replies; the largest open one of each site has its own space
-REMEMBERED_DROPPED_REPLIES = 8  # of a site: late pushes for them are no sign of a rogue
-IDLE_SECONDS = 300.0  # two slices at once on a connection of 10 kB/s take 262 s
-MAX_STORAGE_ERRORS = 10  # of the disk or the database, while one reply is pushed; then the reply is refused
-STORAGE_ERROR_SECONDS = 3600.0  # then they are forgotten
+MAX_OPEN_REPLIES = 2  # a third drops the oldest: a refusal would lock out a site killed twice during an upload
+MAX_SPOOL_BYTES = 8 << 30  # for all sites' second open replies; each site's largest open reply has its own space
+REMEMBERED_DROPPED_REPLIES = 8  # per site: late pushes for these replies do not make the site rogue
+IDLE_SECONDS = 300.0  # two slices at once take 262 s over a 10 kB/s connection
+MAX_STORAGE_ERRORS = 10  # disk or database errors while one reply is pushed; after that, the reply is refused
+STORAGE_ERROR_SECONDS = 3600.0  # time after which such errors are forgotten
 MAX_HAND_OVER_TRIES = 10
 SWEEP_SECONDS = 30.0
 MAX_FREE_DATABASE_BYTES = 256 << 20
 
-# Cached data about a site, to answer it without the database.
+# Cached data about a site, used to answer its calls without the database.
 REMEMBERED_INSTRUCTIONS = 4
-MAX_PULLS_OF_AN_OBJECT = 4  # per delivery of its instruction
+MAX_PULLS_OF_AN_OBJECT = 4  # per delivery of the object's instruction
 MAX_COUNTED_DELIVERIES = 16
 
 # Calls per minute.
@@ -55,11 +55,11 @@ CALLS_A_MINUTE = {
     "activate_node": 6,
     "deactivate_node": 6,
     "send_node_heartbeat": 30,
-    "pull_messages": 3600,  # poll_backoff.py asks every 20 ms at most, and so often only with a single site
+    "pull_messages": 3600,  # poll_backoff.py polls at most every 20 ms, and that often only with a single site
     "get_run": 60,
     "get_fab": 60,
     "confirm_message_received": 600,
-    "push_messages": 600,  # a round of secure aggregation has several
+    "push_messages": 600,  # a secure-aggregation round has several of these calls
 }
 ANNOUNCED_BYTES_A_MINUTE = 16 << 20
 

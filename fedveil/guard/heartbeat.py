@@ -1,17 +1,17 @@
 """Send heartbeats that continue after any answer.
 
-Flower's sender continues after two kinds of error and ends its thread at any other. The process then lives on, but
-from a minute later it is permanently offline.
+Flower's sender continues after two kinds of error and ends its thread after any other. The process keeps running, but
+a minute later it is permanently offline.
 
 | a heartbeat | Flower's behavior | here |
 |---|---|---|
 | no answer, UNAVAILABLE, 502, 503, 504 | retries after at most 20 s | the same |
 | any other error, `success` false, the end of a run | the thread ends | retries, with one log line per minute |
 | UNAUTHENTICATED, 401 | the process ends | the same |
-| of a SuperNode is answered | nothing is recorded | its time is the mtime of FEDVEIL_HEARTBEAT_FILE, if set: the source
-  of "online" |
-| of a task is answered | nothing is recorded | its time is in FEDVEIL_LAST_ANSWER: a run that ends says if contact was
-  lost |
+| a SuperNode's heartbeat is answered | nothing is recorded | the time is the mtime of FEDVEIL_HEARTBEAT_FILE, if set:
+  the source of "online" |
+| a task's heartbeat is answered | nothing is recorded | the time is in FEDVEIL_LAST_ANSWER: a run that ends reports
+  whether contact was lost |
 | `stop` after the thread has ended | RuntimeError | returns |
 """
 
@@ -65,7 +65,7 @@ class PersistentHeartbeatSender(HeartbeatSender):
 class TaskHeartbeatSender(PersistentHeartbeatSender):
     """The sender of a ServerApp or ClientApp process, which records when a heartbeat was answered.
 
-    It keeps the time in the environment, because the bundle has its own copy of every module.
+    It stores the time in the environment, because the bundle has its own copy of every module.
     """
 
     def _note_answer(self) -> None:
@@ -89,10 +89,10 @@ class NodeHeartbeatSender(PersistentHeartbeatSender):
 
 
 def patch_node_heartbeat(module: str) -> None:
-    """Make a SuperNode of this process send such heartbeats. `module` is Flower's module for its connection."""
+    """Make a SuperNode in this process use this sender. `module` is Flower's module for its connection."""
     setattr(importlib.import_module(module), _SENDER, NodeHeartbeatSender)
 
 
 def patch_task_heartbeat(module: str) -> None:
-    """Make this ServerApp or ClientApp process send such heartbeats. `module` is the Flower module that runs it."""
+    """Make this ServerApp or ClientApp process use this sender. `module` is the Flower module that runs it."""
     setattr(importlib.import_module(module), _SENDER, TaskHeartbeatSender)

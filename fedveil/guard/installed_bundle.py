@@ -1,8 +1,8 @@
 """Compare the received bundle with the installed files that Python will load.
 
-Flower installs a bundle into a folder named after 8 hex digits of its SHA-256, and uses an existing folder of that name
-unchanged. So the received bundle's digest does not yet identify the code that runs: the folder may belong to another
-bundle with the same 8 digits (2^32 attempts), or code that ran here before may have changed it.
+Flower installs a bundle into a folder named after 8 hex digits of its SHA-256, and uses an existing folder with that
+name unchanged. So the received bundle's digest alone does not identify the code that runs: the folder may belong to
+another bundle with the same 8 digits (2^32 attempts), or code that ran here before may have changed it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _OWN_MODELS = "fedveil/own/"
 
 
 def module_digests(content: bytes) -> dict[str, str]:
-    """Return "sha256:" and the SHA-256 of each own model's file in a bundle, by the file's name without .py.
+    """Return "sha256:" plus the SHA-256 of each own-model file in a bundle, by file name without .py.
 
-    All files of the folder count but FedVeil's own __init__.py, of which only the docstring is permitted.
+    All files in the folder count except FedVeil's own __init__.py, which may contain only a docstring.
 
-    Raises PolicyError for a file in another form, such as a folder, which would be code that no digest names.
+    Raises PolicyError for anything else, such as a folder, because its code would not be covered by a digest.
     """
     found: dict[str, str] = {}
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -39,7 +39,7 @@ def module_digests(content: bytes) -> dict[str, str]:
                 continue
             if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}\.py", name) or name.removesuffix(".py") in found:
                 raise PolicyError(
-                    "task.module: expected one plain file of Python in the bundle's fedveil/own, found "
+                    "task.module: expected a single plain Python file in the bundle's fedveil/own, found "
                     f"{sanitize(name, 100)}; remove it"
                 )
             found[name.removesuffix(".py")] = f"sha256:{hashlib.sha256(text).hexdigest()}"
@@ -55,9 +55,9 @@ def _is_docstring(text: bytes) -> bool:
 
 
 def require_same(content: bytes, folder: Path) -> None:
-    """Raise PolicyError unless `folder` holds exactly the received bundle's files. Remove compiled code."""
+    """Raise PolicyError unless `folder` holds exactly the received bundle's files. Removes compiled code."""
     for cache in sorted(folder.rglob("__pycache__")):
-        # Python would run it instead of the source that is compared here.
+        # Python would run it instead of the source files compared here.
         cache.unlink() if cache.is_symlink() else shutil.rmtree(cache)
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         expected = {name: archive.read(name) for name in archive.namelist() if not name.startswith(_FLOWERS_OWN)}

@@ -1,4 +1,4 @@
-"""Verify the signature of an instruction, and sign the reply to it (fedveil/federation/message_signatures).
+"""Verify an instruction's signature, and sign the reply to it (fedveil/federation/message_signatures).
 
 | the site's kit | an instruction | result |
 |---|---|---|
@@ -7,13 +7,13 @@
 | pins keys | without a signature | refused, unless the policy says `require-signed-instructions = false` |
 | pins keys | with a signature by a different key, or over different content | refused |
 | pins keys | too old, or from the future, by more than 5 minutes | refused |
-| pins keys, and the site has no signing key | any | refused: its reply would not count |
-| pins keys, and the server lists another signing key for the site | any | refused, for the same reason |
-| pins keys, and the node config has no name of the site | any | refused: only the instruction would say which site it
+| pins keys, but the site has no signing key | any | refused: its reply would not count |
+| pins keys, but the server lists a different signing key for the site | any | refused, for the same reason |
+| pins keys, but the node config does not name the site | any | refused: only the instruction would say which site it
   is for |
 
 The signature is checked over values that this site knows or has measured: its own name, the node and run that its
-SuperNode serves, the bundle's bytes, the run config that the app will see, the records, and the bytes of the message.
+SuperNode serves, the bundle's bytes, the run config that the app will see, the records, and the message bytes.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class VerifiedInstruction:
     """An instruction signed with a key that this site pins.
 
     Attributes:
-        evidence: its claims with key and signature, for the audit log: the server cannot deny having sent it.
-        signing_key: file of the key that signs the reply.
+        evidence: its claims, key and signature for the audit log: the server cannot deny having sent it.
+        signing_key: file with the key that signs the reply.
     """
 
     claims: InstructionClaims
@@ -55,11 +55,11 @@ class VerifiedInstruction:
     signing_key: Path
 
     def sign_reply(self, content: str, log: str) -> dict[str, str | int]:
-        """Return the signature record of a reply. Raises ConfigError if the signing key cannot be read.
+        """Return a reply's signature record. Raises ConfigError if the signing key cannot be read.
 
         Args:
             content: digest of the upload.
-            log: head of the audit log behind the line about this reply.
+            log: head of the audit log after the line about this reply.
         """
         return claims.sign(claims.answer_claims(self.claims, content, log), _signing_key(self.signing_key))
 
@@ -67,13 +67,13 @@ class VerifiedInstruction:
 def verify_instruction(
     message: Message, context: Any, flower_run: int, app: str, site: Any, is_required: bool
 ) -> VerifiedInstruction | None:
-    """Return the verified instruction; None for a site that pins no keys, or may take an unsigned one and got one.
+    """Return the verified instruction; None if the site pins no keys, or accepts unsigned instructions and got one.
 
     Args:
-        message, context: as Flower gives them to this process.
+        message, context: as Flower passes them to this process.
         app: SHA-256 of the bundle.
-        site: the node config, checked.
-        is_required: what the policy says of unsigned instructions.
+        site: the validated node config.
+        is_required: whether the policy requires signed instructions.
 
     Raises:
         PolicyError, ConfigError, WireError: the instruction is refused.
@@ -81,7 +81,7 @@ def verify_instruction(
     if not site.instruction_keys:
         if is_required:
             raise PolicyError(
-                "instruction: require-signed-instructions is true and this site pins no key; set instruction-keys in "
+                "instruction: require-signed-instructions is true, but this site pins no keys; set instruction-keys in "
                 "its node config"
             )
         return None
@@ -92,9 +92,9 @@ def verify_instruction(
             raise PolicyError("instruction: expected the server's signature, found none")
         return None
     if not site.site:
-        raise PolicyError("site: this site pins instruction keys and its node config has no name; set site there")
+        raise PolicyError("site: this site pins instruction keys, but its node config has no name; set site there")
     if not site.signing_key:
-        raise PolicyError("signing-key: this site pins instruction keys and names no key to sign its replies with")
+        raise PolicyError("signing-key: this site pins instruction keys, but names no key to sign its replies with")
     signing_key = Path(site.signing_key).expanduser()
     private = _signing_key(signing_key)
     signature = claims.read_signature(dict(records.config_records[claims.RECORD]), is_instruction=True)
@@ -118,9 +118,9 @@ def _claims_of(
     order, upload = records.config_records["order"], records.array_records["fedveil"]
     kind = claims.KINDS.get(message.metadata.message_type)
     if kind is None:
-        raise WireError("instruction: expected a message to train or about secure aggregation, found a different type")
+        raise WireError("instruction: expected a training or secure-aggregation message, found a different type")
     round_, attempt = order.get("round"), order.get("attempt")
-    if not isinstance(round_, int) or not isinstance(attempt, int):  # the claims refuse a bool
+    if not isinstance(round_, int) or not isinstance(attempt, int):  # the claims reject booleans
         raise WireError("instruction: expected whole numbers as round and attempt, found other values")
     settings = dict(records.config_records["config"]) if "config" in records.config_records else {}
     return InstructionClaims(
@@ -137,18 +137,18 @@ def _require_current(issued: int, until: int) -> None:
     now = int(time.time())
     if issued > now + claims.CLOCK_SECONDS:
         raise PolicyError(
-            f"instruction: it is dated {issued - now} s ahead of this machine's clock; compare the clocks of server "
-            "and site"
+            f"instruction: it is dated {issued - now} s ahead of this machine's clock; compare the server's and "
+            "the site's clocks"
         )
     if until + claims.CLOCK_SECONDS < now:
         raise PolicyError(
-            f"instruction: it expired {now - until} s ago by this machine's clock; compare the clocks of server and "
-            "site"
+            f"instruction: it expired {now - until} s ago by this machine's clock; compare the server's and the "
+            "site's clocks"
         )
 
 
 def _require_listed_key(private: bytes, file: Path, listed: object) -> None:
-    """Raise PolicyError if the server would verify a reply by another key. Otherwise it would drop a trained upload."""
+    """Raise PolicyError if the server would verify replies with a different key, and so drop a trained upload."""
     own = claims.key_id(crypto.verifying_key(private).hex())
     if listed != own:
         raise PolicyError(

@@ -1,8 +1,8 @@
-"""Read when the server last answered a site's heartbeat; only this decides whether the site is "online".
+"""Read when the server last answered a site's heartbeat; only this time decides whether the site is "online".
 
-The SuperNode sets the mtime of the file named by FEDVEIL_HEARTBEAT_FILE (fedveil/guard/heartbeat.py), which is
-<state-dir>/NAME.heartbeat if `fedveil site start` started it, and /tmp/heartbeat in a container, where the health check
-reads it. This module does not import Flower.
+The SuperNode sets the mtime of the file named by FEDVEIL_HEARTBEAT_FILE (fedveil/guard/heartbeat.py). This is
+<state-dir>/NAME.heartbeat if `fedveil site start` started the SuperNode, and /tmp/heartbeat in a container, where the
+health check reads it. This module does not import Flower.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 VARIABLE = "FEDVEIL_HEARTBEAT_FILE"
 SUFFIX = ".heartbeat"
-# Flower calls a site offline after two missed heartbeats, 30 s apart; a quarter of a minute more for transport.
+# Flower considers a site offline after two missed heartbeats, 30 s apart; this adds 15 s for transport.
 SILENT_SECONDS = 75.0
 _MOST_SITES = 20
 
@@ -23,7 +23,7 @@ def heartbeat_file(state: Path, site: str) -> Path:
 
 
 def describe_sites(state: Path) -> dict[str, str]:
-    """Describe for each site of a state folder, by name, when the server last heard it."""
+    """Describe, for each site in a state folder, by name, when the server last heard from it."""
     said = {}
     for file in sorted(state.expanduser().glob(f"*{SUFFIX}"))[:_MOST_SITES]:
         if answer := describe_answer(file):
@@ -38,7 +38,7 @@ def describe_answer(file: Path) -> str:
 
 
 def last_answer(file: Path) -> float | None:
-    """Return when the last heartbeat was answered, in seconds since 1970; None if none was, or none is recorded."""
+    """Return when the last heartbeat was answered, in seconds since 1970; None if none is recorded."""
     try:
         return file.stat().st_mtime
     except OSError:
@@ -46,10 +46,10 @@ def last_answer(file: Path) -> float | None:
 
 
 def describe_silence(file: Path, now: float | None = None) -> str:
-    """Describe since when the server has not heard a site.
+    """Describe how long the server has not heard from a site.
 
-    Return "" if its last heartbeat was answered recently or none was recorded: a site that exchanges messages as files
-    sends none.
+    Return "" if the last heartbeat was answered recently or none was recorded: a site that exchanges messages as files
+    sends no heartbeats.
     """
     at, now = last_answer(file), time.time() if now is None else now
     if at is None or now - at <= SILENT_SECONDS:

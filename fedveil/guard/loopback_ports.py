@@ -1,20 +1,20 @@
 """Restrict Flower's HTTP ports on this machine to one user: `flower-superlink` and `flower-supernode` with a check.
 
 Flower has no users on its control port, and its runtime ports require a secret only when a process requests a task.
-Any user of a machine can reach a loopback port. So before Flower reads the first request of a connection, this
+Any user on a machine can reach a loopback port. So before Flower reads a connection's first request, this
 module asks the kernel which user owns the other end.
 
 | the other end | result |
 |---|---|
-| is a socket of this process's user or of root | Flower answers |
-| belongs to another user | 403, and nothing of the request is read |
-| is at another address, is already closed, or the kernel names no owner | the same |
-| belonged to this user or root at an earlier request of the same connection | Flower answers |
+| belongs to this process's user or to root | Flower answers |
+| belongs to another user | 403, and the request is not read |
+| is at another address, is already closed, or has no owner known to the kernel | the same |
+| belonged to this user or root on an earlier request over the same connection | Flower answers |
 
-A message of 200 MB is hundreds of requests, and the kernel's table has a line for every connection of the machine.
-Reading it for each request took a sixth of the CPU seconds of a SuperLink or SuperNode with large messages. So a
-connection is identified by the object that uvicorn creates once for its address. Another connection has another
-object, even from the same port, and no other object has its identity while it is stored here.
+A 200 MB message takes hundreds of requests, and the kernel's table has a line for every connection on the machine.
+Reading it for each request took a sixth of the CPU time of a SuperLink or SuperNode with large messages. So a
+connection is identified by the object that uvicorn creates once for its address. Another connection has a different
+object, even from the same port, and no other object can have the same identity while the first is stored here.
 
 Only Linux provides this (/proc/net/tcp); elsewhere these programs do not replace Flower's own.
 """
@@ -38,8 +38,8 @@ from fedveil.guard.operator_access import App, Scope
 
 _TABLE = Path("/proc/net/tcp")
 _MALLOPT = {-3: 32 << 20, -1: 16 << 20, -8: 2}  # M_MMAP_THRESHOLD, at most 32 MiB; M_TRIM_THRESHOLD; M_ARENA_MAX
-_MOST_KNOWN = 4096  # for the others the kernel is queried again
-_ESTABLISHED = "01"  # a closed socket has no user any more, and the table has 0 for it
+_MOST_KNOWN = 4096  # beyond this, the kernel is queried again
+_ESTABLISHED = "01"  # a closed socket no longer has a user, and the table shows 0 for it
 _PROGRAMS = {
     "flower-superlink": ("flwr.superlink.cli", "flower_superlink"),
     "flower-supernode": ("flwr.supernode.cli", "flower_supernode"),
@@ -47,7 +47,7 @@ _PROGRAMS = {
 
 
 def connection_owner(client: tuple[str, int], server: tuple[str, int]) -> int | None:
-    """Return the user who owns the client's end of a local connection; None if the kernel names none."""
+    """Return the user who owns the client's end of a local connection; None if the kernel does not know."""
     try:
         local, remote = _entry(client), _entry(server)
     except OSError:  # not an IPv4 address
@@ -60,7 +60,7 @@ def connection_owner(client: tuple[str, int], server: tuple[str, int]) -> int | 
 
 
 def close_to_other_users(app: App) -> App:
-    """Wrap `app`, an ASGI application, to serve only connections of this process's user and root."""
+    """Wrap `app`, an ASGI application, to serve only connections from this process's user and root."""
     known: OrderedDict[int, Any] = OrderedDict()  # the address objects of admitted connections, by identity
 
     async def asked(scope: Scope, receive: Any, send: Any) -> None:
@@ -78,7 +78,7 @@ def close_to_other_users(app: App) -> App:
                 known.popitem(last=False)
             await app(scope, receive, send)
             return
-        log(WARNING, "refused a connection of user %s: this port serves only user %s", user, os.geteuid())
+        log(WARNING, "refused a connection from user %s: this port serves only user %s", user, os.geteuid())
         if scope["type"] == "http":
             await send({"type": "http.response.start", "status": 403, "headers": []})
             await send({"type": "http.response.body", "body": b"this port serves only one user of this machine\n"})
@@ -89,8 +89,8 @@ def close_to_other_users(app: App) -> App:
 def keep_blocks() -> bool:
     """Let this process, which only forwards messages, reuse the memory of a slice for the next one.
 
-    Otherwise glibc, which must return blocks of a slice's size at once (fedveil/console/flower/processes.py), makes
-    the kernel zero 1.25 MB for each: a third of the CPU seconds of both programs with large messages. With two arenas
+    Otherwise glibc, which must return slice-sized blocks immediately (fedveil/console/flower/processes.py), makes
+    the kernel zero 1.25 MB for each slice: a third of both programs' CPU time with large messages. With two arenas,
     their peak memory is unchanged; between rounds they retain about half a message. Return whether glibc accepted the
     setting; another libc is left unchanged.
     """
@@ -102,7 +102,7 @@ def keep_blocks() -> bool:
 
 
 def main(program: str) -> None:
-    """Run Flower's `program`. A SuperLink takes two more arguments than Flower's (fedveil/guard/superlink.py)."""
+    """Run Flower's `program`. A SuperLink takes two more arguments than Flower's own (fedveil/guard/superlink.py)."""
     keep_blocks()
     fronts = superlink.prepare_arguments() if program == "flower-superlink" else None
     if program == "flower-supernode":

@@ -1,6 +1,6 @@
-"""Limit how many calls of one key are open at once and how long a call may withhold its body.
+"""Limit how many calls with one key may be open at once, and how long a call may withhold its body.
 
-A server that waits for a body holds a thread or memory for it. A thousand calls that never sent a body locked all
+A server that waits for a body uses a thread or memory for it. A thousand calls that never sent a body locked all
 other callers out of Flower's gRPC port.
 
 | a key | result |
@@ -9,11 +9,11 @@ other callers out of Flower's gRPC port.
 | opens a ninth | its OLDEST one ends |
 | has not sent a body after 300 s | that call ends |
 
-A site whose connection has dropped leaves calls that stay open until keepalive detects them. A bound that refused the
-new call would lock that site out.
+When a site's connection drops, its calls stay open until keepalive detects them. A limit that refused the new call
+would lock that site out.
 
-Calls are counted after the signature check: a public key is no secret, and a caller that names a key without signing
-must not use up its calls.
+Calls are counted after the signature check: a public key is not secret, and a caller that names a key without signing
+must not use up that key's calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedveil.guard import fleet_limits as limits
 
 @dataclass(eq=False)
 class OpenCall:
-    """An admitted call. `end` tells its site to ask again; any thread can call it at any time."""
+    """An admitted call. `end` tells its site to retry; any thread can call it at any time."""
 
     key: bytes
     end: Callable[[], object]
@@ -45,7 +45,7 @@ class OpenCalls:
         self._lock = threading.Lock()
 
     def enter(self, key: bytes, end: Callable[[], object]) -> OpenCall:
-        """Add a call, and end the oldest call of its key if there are too many."""
+        """Add a call, and end its key's oldest call if there are too many."""
         call = OpenCall(key, end, self._monotonic())
         with self._lock:
             own = self._of_key.setdefault(key, [])
@@ -57,7 +57,7 @@ class OpenCalls:
         return call
 
     def leave(self, call: OpenCall) -> None:
-        """Remove a call; a call that another one ended is gone already."""
+        """Remove a call; a call that was ended by another one is already gone."""
         with self._lock:
             own = self._of_key.get(call.key, [])
             if call in own:

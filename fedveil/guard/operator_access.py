@@ -1,24 +1,24 @@
-"""Authorize operators by name and role at Flower's control port, which by itself permits everything to everyone.
+"""Authorize operators by name and role on Flower's control port, which by itself permits everything to everyone.
 
-An operator sends a token like a login of Flower's own command line (`Authorization: Bearer`). operators.json
-contains the token's SHA-256, a role and a last day. The check happens before Flower sees any byte of the
-request, and is logged (fedveil/guard/control_log.py):
+An operator sends a token the same way as a login with Flower's own command line (`Authorization: Bearer`).
+operators.json contains the token's SHA-256, a role and an expiry date. The check happens before Flower sees any byte of
+the request, and is logged (fedveil/guard/control_log.py):
 
 | role | permissions |
 |---|---|
-| read | list runs and sites, read the output of a run |
-| submit | the same; start and stop runs |
-| members | the same as read; register and unregister keys of sites |
+| read | list runs and sites, read a run's output |
+| submit | the same, and start and stop runs |
+| members | the same as read, and register and unregister site keys |
 | admin | all of these |
 
 | other requests to the port | answer |
 |---|---|
-| `/v1/runtime/...` | by Flower, which asks for the SuperExec's secret or the token of a task |
-| `/health` | by Flower |
-| any other call of Flower's, a page, a web socket, another method | 403 for every operator |
-| no token, two, an unknown, revoked or expired one, one whose role is too small | 403 with the reason |
-| a start of anything but a ServerApp: with a prompt, a series of runs or connectors | 403 with the reason |
-| anything while operators.json cannot be read, or the log not written | 503 |
+| `/v1/runtime/...` | from Flower, which requires the SuperExec's secret or a task's token |
+| `/health` | from Flower |
+| any other Flower call, a page, a WebSocket, another method | 403 for every operator |
+| no token or two; an unknown, revoked or expired token; a role without the permission | 403 with the reason |
+| starting anything except a ServerApp: with a prompt, a series of runs or connectors | 403 with the reason |
+| anything while operators.json cannot be read, or the log cannot be written | 503 |
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ CALLS = {
     **dict.fromkeys(("register-node", "unregister-node"), frozenset({"members", "admin"})),
 }
 _OPEN = re.compile(r"/health|/v1/runtime/[a-z-]{1,60}")
-_MOST_BYTES = {"start-run": 64 << 20}  # Flower's own bound on a bundle is lower
+_MOST_BYTES = {"start-run": 64 << 20}  # Flower's own limit on a bundle is lower
 _MOST_BYTES_ELSE = 64 << 10
 _LONGEST_TOKEN = 200
-# Of a StartRunRequest. The others make a run of an agent, or give it more than a ServerApp has.
+# The permitted fields of a StartRunRequest. The others start an agent run, or give a run more than a ServerApp has.
 _START_FIELDS = {"fab", "override_config", "override_federation_config", "app_spec", "federation"}
 
 Scope = MutableMapping[str, Any]
@@ -99,10 +99,13 @@ class OperatorAccessChecker:
         return asked
 
     def operator(self, tokens: list[str]) -> tuple[str, str, str]:
-        """Return name and role for a request's tokens, and the reason to refuse it ("" if none). Raises StateError."""
+        """Return the name and role for a request's tokens, and the reason to refuse it ("" if none).
+
+        Raises StateError.
+        """
         known = self._file.get()
         if len(tokens) != 1 or not 0 < len(tokens[0]) <= _LONGEST_TOKEN:
-            return "", "", "this needs an operator's token; run fedveil operators login"
+            return "", "", "this needs an operator token; run fedveil operators login"
         digest = hashlib.sha256(tokens[0].encode()).digest()
         matches = [operator for operator in known if hmac.compare_digest(operator.token, digest)]
         if not matches:
@@ -140,7 +143,7 @@ class OperatorAccessChecker:
         await app(scope, _replayed(body, receive), send)
 
     def _noting(self, send: Any, about: dict[str, Any]) -> Any:
-        """Wrap `send` to log the run that Flower created before it sends any of the answer."""
+        """Wrap `send` to log the run that Flower created before any part of the answer is sent."""
         buffer: list[MutableMapping[str, Any]] = []
 
         async def noted(message: MutableMapping[str, Any]) -> None:
@@ -159,11 +162,11 @@ class OperatorAccessChecker:
 
 
 def _operators(content: Any) -> list[_Operator]:
-    """Parse the operators of operators.json. Raises ValueError, KeyError or a similar error."""
+    """Parse the operators in operators.json. Raises ValueError, KeyError or a similar error."""
     operators = []
     for name, entry in content["operators"].items():
         if entry["role"] not in ROLES or entry["state"] not in ("active", "revoked"):
-            raise ValueError(f"{name}: expected one of the roles {ROLES}, and active or revoked as its state")
+            raise ValueError(f"{name}: expected one of the roles {ROLES} and the state active or revoked")
         token = bytes.fromhex(entry["token"])
         if len(token) != 32:
             raise ValueError(f"{name}: expected a SHA-256 of 64 hex digits")
@@ -229,11 +232,11 @@ def _subject(call: str, body: bytes) -> tuple[dict[str, Any], str]:
     try:
         request.ParseFromString(body)
     except DecodeError:
-        return {}, "expected a request of Flower's command line, found something else"
+        return {}, "expected a request from Flower's command line, found something else"
     if call == "start-run":
         other = sorted({about.name for about, _ in request.ListFields()} - _START_FIELDS)
         why = (
-            f"{', '.join(other)}: this server starts only runs of a ServerApp, whose requests have no such field"
+            f"{', '.join(other)}: this server starts only ServerApp runs, whose requests have no such field"
             if other
             else ""
         )

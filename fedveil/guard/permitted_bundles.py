@@ -1,20 +1,20 @@
-"""The bundles that a server's `flwr-serverapp` may run. By default it runs every bundle that the SuperLink sends.
+"""The bundles that a server's `flwr-serverapp` may run. By default, it runs every bundle that the SuperLink sends.
 
     FEDVEIL_BUNDLES=server/instruct/bundles.toml
 
     digests = ["64 hex digits"]     # SHA-256 of each permitted bundle: fedveil app digest
 
 The bundle's ServerApp runs in the process that can read the instruction key. A person on the server's machine writes
-this file. In containers the SuperLink sees neither the key nor this file: a compromised SuperLink cannot start
-other code that has the key. Under `fedveil server start` both run as one user, and the file stops only other operators.
+this file. In containers, the SuperLink sees neither the key nor this file: a compromised SuperLink cannot start other
+code that has the key. With `fedveil server start`, both run as one user, so the file stops only other operators.
 
 | case | result |
 |---|---|
 | the variable is not set, or there is no such file | every bundle runs; the log says so |
-| the file cannot be read, has another form, or can be changed by other users | no bundle runs |
+| the file cannot be read, is malformed, or can be changed by other users | no bundle runs |
 | the bundle's digest is not in the file | the run fails before anything is installed; its log has the digest |
-| the SuperLink names another digest than the bundle's own, so that another folder would be loaded | the same |
-| the folder of an installed bundle has other files than the bundle | the run fails before its code is loaded |
+| the SuperLink names a digest other than the bundle's own, so that a different folder would be loaded | the same |
+| the files in an installed bundle's folder differ from the bundle's | the run fails before its code is loaded |
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def read_digests(file: Path) -> list[str] | None:
-    """Return the permitted digests; None if there is no such file. Raises ConfigError if it cannot be read."""
+    """Return the permitted digests; None if the file does not exist. Raises ConfigError if it cannot be read."""
     try:
         with file.open("rb") as stream:
             if other := paths.find_other_writer(file, os.fstat(stream.fileno())):
@@ -76,12 +76,12 @@ class BundleCheck:
         self._named = ""
 
     def install(self) -> None:
-        """Replace both functions for the rest of the process."""
+        """Replace both functions for the lifetime of the process."""
         for name, own in (("fab_from_proto", self.parse), ("install_from_fab", self.install_bundle)):
             setattr(self._runtime, name, own)
 
     def parse(self, proto: Any) -> Any:
-        """Call Flower's fab_from_proto and store the digest by which Flower finds the folder to load."""
+        """Call Flower's fab_from_proto, and store the digest that Flower uses to find the folder to load."""
         fab = self._parse(proto)
         self._named = fab.hash_str
         return fab
@@ -90,7 +90,7 @@ class BundleCheck:
         """Call Flower's install_from_fab if the bundle is permitted. Raises ConfigError or PolicyError."""
         permitted = None if self._file is None else read_digests(self._file)
         digest = hashlib.sha256(content).hexdigest()
-        os.environ[APP_DIGEST_VARIABLE] = digest  # what the server signs for (server_app/message_signing.py)
+        os.environ[APP_DIGEST_VARIABLE] = digest  # the server signs for this bundle (server_app/message_signing.py)
         if digest != self._named:
             raise PolicyError(
                 f"app digest: expected the SuperLink to name {digest}, found {sanitize(self._named, 80)}; nothing was "

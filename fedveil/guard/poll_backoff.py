@@ -1,18 +1,18 @@
-"""Polling intervals of SuperNode and SuperExec: short at first, longer the more time they have waited.
+"""Polling intervals of SuperNode and SuperExec: short at first, and longer the more time they have waited.
 
 Flower sleeps for a fixed time between polls. This sleep dominates a short round and an exchange of keys or
-shares. Polling is also part of the cost of a site that waits for a run.
+shares. Polling also adds to the cost of a site that is waiting for a run.
 
 | process | waits for | Flower's sleep | here, with a first sleep of 0.2 s |
 |---|---|---|---|
-| SuperNode | a message of the SuperLink | 3 s | 0.2 s, later a tenth of the time waited, at most 10 s |
-| SuperNode | the reply of its ClientApp | 0.5 s | 0.05 s, later a tenth, at most 0.5 s |
-| SuperExec | a task of its SuperNode | 1 s | 0.1 s, later a tenth, at most 5 s |
+| SuperNode | a message from the SuperLink | 3 s | 0.2 s, later a tenth of the time waited, at most 10 s |
+| SuperNode | its ClientApp's reply | 0.5 s | 0.05 s, later a tenth, at most 0.5 s |
+| SuperExec | a task from its SuperNode | 1 s | 0.1 s, later a tenth, at most 5 s |
 
-So the two add at most a fifth to the waiting time, and 15 s to the start of a run after a long wait.
+In total, sleeps add at most a fifth to the waiting time, and at most 15 s to the start of a run after a long wait.
 FEDVEIL_POLL_SECONDS sets the first sleep; 3 restores Flower's own, and larger values are used unchanged.
-N sites poll a server at most N / first times a second, so the first sleep grows with N
-(`patch_site_polling`). Kits contain it, and `fedveil site start --poll-seconds` sets it.
+N sites poll a server at most N / first times per second, so the first sleep grows with N
+(`patch_site_polling`). Kits contain this value, and `fedveil site start --poll-seconds` sets it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _GROWTH = 0.1
 
 
 class PollBackoff:
-    """Replaces the module `time` in a Flower module that only sleeps.
+    """Replaces `time` in a Flower module that uses it only to sleep.
 
     Attributes:
-        first: first sleep in seconds, by the seconds of Flower's own sleep.
-        longest: likewise the longest sleep, where it differs from Flower's.
+        first: the first sleep in seconds, keyed by Flower's own sleep in seconds.
+        longest: the longest sleep, with the same keys, where it differs from Flower's.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class PollBackoff:
         self._what, self._waited = 0.0, 0.0
 
     def sleep(self, seconds: float) -> None:
-        """Replace Flower's sleep of so many seconds.
+        """Sleep instead of Flower, which would sleep for `seconds`.
 
-        The sleep is shorter at first and grows with the time waited; a first sleep that is no shorter than Flower's is
-        constant.
+        The sleep is shorter at first and grows with the time waited. If the first sleep is not shorter than Flower's,
+        it stays constant.
         """
         if seconds != self._what:
             self.again()
@@ -70,7 +70,7 @@ class PollBackoff:
 
 
 def patch_site_polling(count: int) -> float:
-    """Return the first sleep with which this many sites poll a server at most 200 times a second in total."""
+    """Return the first sleep at which this many sites poll a server at most 200 times per second in total."""
     return max(DEFAULT, count / _A_SECOND)
 
 

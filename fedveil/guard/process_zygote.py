@@ -1,13 +1,13 @@
-"""`flower-superexec` of a site: forks client processes from a zygote with Flower already loaded.
+"""`flower-superexec` for a site: forks client processes from a zygote with Flower already loaded.
 
-Flower starts a Python process for each message, and importing Flower takes a second of one core. With the
-zygote (the "resident" below):
+Flower starts a Python process for each message, and importing Flower takes one core a second. With the
+zygote (called the "resident" here):
 
     flower-superexec -- forks before it has read anything ---> the resident: no bundled code ever runs in it
       SuperExec: a task --- its arguments over a socket -----> resident forks --> client process: the guard, the bundle
 
-A client process is therefore a copy of the zygote, with Flower and the guard loaded. It decides as
-described in clientapp.py and exits after its message. Nothing that a bundle does in it affects the next
+A client process is therefore a copy of the zygote, with Flower and the guard loaded. It makes its decisions as
+described in clientapp.py, and exits after its message. Nothing that a bundle does in it affects the next
 client process.
 
 | case | result |
@@ -15,12 +15,12 @@ client process.
 | the SuperExec's secret | it is read after the fork: neither the resident nor a client process has it in memory |
 | bundled code opens the resident's memory (ptrace, /proc) | the kernel refuses, except for root |
 | bundled code looks for the resident's socket | it is closed in the copy |
-| two copies draw "random" numbers | Python's and NumPy's generators are reseeded; keys are the operating system's |
-| the resident is killed, or silent for 2 min | it is ended, the log says so, and Flower starts each client process |
-| the SuperExec ends | the resident's socket ends, and so does it; client processes watch the SuperExec, as ever |
-| a task that is no ClientApp's | it is not asked for; if one comes, it is not started |
-| a SuperExec of an image, at a server | it starts only ServerApps, as Flower would |
-| a Flower that guard/flower/ does not know | the process ends with the reason |
+| two copies draw "random" numbers | Python's and NumPy's generators are reseeded; keys come from the operating system |
+| the resident is killed, or silent for 2 min | it is ended and logged, and Flower starts each client process |
+| the SuperExec ends | the resident's socket closes, so it ends too; client processes watch the SuperExec as usual |
+| a task that is not for a ClientApp | it is not requested; if one arrives, it is not started |
+| an image's SuperExec, on a server | it starts only ServerApps, as Flower would |
+| a Flower version that guard/flower/ does not support | the process ends with the reason |
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from fedveil.guard import clientapp, heartbeat, poll_backoff, superexec
 from fedveil.guard.flower import task_claims
 from fedveil.guard.task_programs import CLIENT_APP
 
-_MOST_BYTES = 1 << 16  # of a client process's arguments
-_MOST_ANSWER = 20  # bytes: digits of a process id
+_MOST_BYTES = 1 << 16  # maximum size of a client process's arguments
+_MOST_ANSWER = 20  # maximum bytes of an answer: the digits of a process id
 _ANSWER_SECONDS = 120.0
 _NAME, _DUMPABLE = 15, 4  # Linux's PR_SET_NAME and PR_SET_DUMPABLE
-# Third-party modules that Flower and a bundle import in a client process. None of this installation's modules,
-# because the bundle contains its own.
+# Third-party modules that Flower and a bundle import in a client process. This installation's own modules are not
+# included, because the bundle contains its own.
 _LOADED = (
     "httpcore",
     "grpc._channel",
@@ -96,12 +96,12 @@ class ProcessZygote:
 
 
 def main(guarded: bool = True, require_policy: bool = True, is_image: bool = False) -> None:
-    """The process. Its arguments are those of Flower's own `flower-superexec`.
+    """Run the process. It takes the arguments of Flower's own `flower-superexec`.
 
     Args:
-        guarded: False = without the guard.
+        guarded: False runs without the guard.
         require_policy: whether a site without a policy refuses everything.
-        is_image: whether the program also serves a server; its environment then says which it is.
+        is_image: whether the program may also run on a server; its environment then says where it runs.
     """
     clientapp.require_flower()
     task_type = superexec.task_type_of_environment() if is_image else CLIENT_APP
@@ -119,7 +119,7 @@ def main(guarded: bool = True, require_policy: bool = True, is_image: bool = Fal
     if is_image:
         from flwr.supercore import log
 
-        log(INFO, "this SuperExec starts only %s; at a server, FEDVEIL_INSTRUCTION_KEY must be set", task_type)
+        log(INFO, "this SuperExec starts only %s; on a server, FEDVEIL_INSTRUCTION_KEY must be set", task_type)
     from flwr.supercore.cli import flower_superexec
 
     flower_superexec()
@@ -149,7 +149,7 @@ def _reside(requests: socket.socket, guarded: bool, require_policy: bool) -> Non
     _set(_DUMPABLE, 0)
     loaded = False
     while request := requests.recv(_MOST_BYTES):
-        if not loaded:  # at the first request, because a server's SuperExec has none
+        if not loaded:  # on the first request, because a server's SuperExec never gets one
             _load(guarded, require_policy)
             loaded = True
         if (pid := os.fork()) == 0:
@@ -168,7 +168,7 @@ def _load(guarded: bool, require_policy: bool) -> None:
     for name in ("flwr.supernode.cli", *_LOADED):
         importlib.import_module(name)
     if threading.active_count() != 1:
-        sys.exit(f"{CLIENT_APP}: expected no other thread before a fork, found {threading.active_count() - 1}")
+        sys.exit(f"{CLIENT_APP}: expected no other threads before a fork, found {threading.active_count() - 1}")
     gc.collect()
     gc.freeze()  # memory that a copy never touches stays shared
 

@@ -1,11 +1,11 @@
 """Registry files that the operator writes and the server's programs read, and a monotonic clock.
 
-`--fedveil-registry` names the folder of the files, members.json and operators.json. A changed file is
-reloaded, so a change takes effect with the next request and needs no restart or command.
+`--fedveil-registry` names the folder with the files, members.json and operators.json. A changed file is
+reloaded, so a change takes effect on the next request without a restart or command.
 
 | the file | result |
 |---|---|
-| is missing, longer than 4 MiB, world-writable or not a regular file at the start | the program does not start |
+| is missing, over 4 MiB, world-writable or not a regular file at startup | the program does not start |
 | becomes so later | every request that needs it is refused until it is repaired: breaking it admits no one |
 """
 
@@ -49,7 +49,7 @@ class WatchedJsonFile(Generic[T]):
                 if not stat.S_ISREG(about.st_mode) or about.st_mode & stat.S_IWOTH or about.st_size > _MOST_BYTES:
                     raise ValueError(f"expected a file of at most {_MOST_BYTES} bytes that is not world-writable")
                 content = self._check(json.loads(file.read(_MOST_BYTES + 1)))
-        # The last error comes from a key type that the library does not know: no entry may cost every site an INTERNAL.
+        # The last error comes from an unknown key type: a single entry must not give every site an INTERNAL error.
         except (
             OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, UnsupportedAlgorithm,
         ) as error:  # fmt: skip
@@ -62,10 +62,10 @@ class WatchedJsonFile(Generic[T]):
 
 
 class MonotonicClock:
-    """Clock that never goes backwards, not even if the machine's clock is set back, and never below `floor`.
+    """A clock that never goes backward, even if the machine's clock is set back, and never below `floor`.
 
-    A key past its last day thus stays expired. If the machine's clock was ahead by mistake, the
-    error remains until the program is restarted. It remains even longer if the log contains it
+    So an expired key stays expired. If the machine's clock was ahead by mistake, the error remains until
+    the program is restarted, or even longer if the log contains that time
     (fedveil/guard/control_log.py).
     """
 
@@ -89,7 +89,7 @@ class MonotonicClock:
 
 
 def format_time(text: Any) -> datetime:
-    """Format a time as in the registry. Raises ValueError for a time without a zone."""
+    """Format a time as in the registry. Raises ValueError for a time without a time zone."""
     moment = datetime.fromisoformat(text)
     if moment.tzinfo is None:
         raise ValueError(f"expected a time with a time zone, found {text[:40]!r}")

@@ -1,15 +1,15 @@
 """Check every record of a site's reply before anything is sent.
 
-The author of the bundle also controls the reply. So the guard extracts the upload's bytes and puts them
+The bundle's author also controls the reply. So the guard extracts the upload's bytes and puts them
 into its own reply. It sends nothing else that the bundle produced.
 
 | in the bundle's reply | result |
 |---|---|
 | the record "fedveil", cut into slices as in `fedveil.wire.chunking` | the policy limits its bytes |
-| any other record of arrays, metrics or config | the reply is withheld; the site's audit log lists names and bytes |
-| an array with another dtype, shape or kind, or slices of other sizes | the same |
-| message type, group, time to live | not sent; the guard's reply has its own |
-| the reason of an error | sent as printable text of at most 500 characters |
+| any other array, metric or config record | the reply is withheld; the site's audit log lists names and bytes |
+| an array with a different dtype, shape or kind, or slices of different sizes | the same |
+| message type, group, time to live | not sent; the guard's reply has its own values |
+| an error's reason | sent as printable text of at most 500 characters |
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _UPLOAD = "fedveil"
 _REASON = 500  # characters
 _CODES = range(9)  # Flower's ErrorCode
 _RAISED = 2
-_ITEM = 8  # bytes of a number, for records that are counted only to refuse them
+_ITEM = 8  # bytes per number, in records that are counted only to be refused
 
 
 def list_records(content: RecordDict) -> list[list[str | int]]:
@@ -37,10 +37,10 @@ def list_records(content: RecordDict) -> list[list[str | int]]:
 
 
 def upload_slices(content: RecordDict) -> list[bytes]:
-    """Return the slices of a reply that holds only the upload. Raises PolicyError, which quotes none of the content."""
+    """Return the slices of a reply that contains only the upload. Raises PolicyError, without quoting the content."""
     if set(content) != {_UPLOAD} or _UPLOAD not in content.array_records:
         raise PolicyError(
-            f"reply: expected only the record {_UPLOAD}, found {len(content)} records, or one of another name; the "
+            f"reply: expected only the record {_UPLOAD}, found {len(content)} records, or one with another name; the "
             "site's audit log names them"
         )
     record = content.array_records[_UPLOAD]
@@ -56,7 +56,7 @@ def upload_slices(content: RecordDict) -> list[bytes]:
     )
     if not whole or not plain:
         raise PolicyError(
-            f"reply: expected slices of {chunking.SLICE_BYTES} bytes each but the last, as uint8, found different "
+            f"reply: expected uint8 slices of {chunking.SLICE_BYTES} bytes each except the last, found different "
             "sizes or types; "
             "send it as fedveil.wire.chunking does"
         )
@@ -66,7 +66,7 @@ def upload_slices(content: RecordDict) -> list[bytes]:
 def check_upload_reply(
     parts: Iterable[bytes], head: str, to: Message, signature: Mapping[str, str | int] | None = None
 ) -> Message:
-    """Return a reply to the message `to` with an upload, the anchor of this site's log and perhaps a signature, and
+    """Build a reply to the message `to` with an upload, the anchor of this site's log, an optional signature, and
     nothing else.
     """
     arrays = {chunking.slice_key(i): Array("uint8", (len(part),), chunking.STYPE, part) for i, part in enumerate(parts)}

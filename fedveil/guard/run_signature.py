@@ -1,18 +1,18 @@
-r"""Signatures of a run: Ed25519 over its name, a last day and the SHA-256 of its bundle, in `run.signature`.
+r"""Run signatures: Ed25519 over the run's name, an expiry date and the bundle's SHA-256, in `run.signature`.
 
     run.signature = "ssh-ed25519 AAAA... 2026-03-31 <base64 of the signature>"
 
     signed: b"fedveil run 2\n" + run.name + b"\n" + "2026-03-31" + b"\n" + 64 hex digits
 
-The signature means that the key's holder approved this bundle for the run of this name, until the end of
-that day in UTC. A site checks the day against its own clock. Within these limits, the signature does not
+The signature means that the key's owner has approved this bundle for the run with this name, until the end of
+that day in UTC. A site checks the date against its own clock. Within these limits, the signature does not
 restrict how often the run may be submitted.
 
 | run.signature | the site |
 |---|---|
 | is empty | treats the run as unsigned |
-| is no signature of this run, name, day and bundle, or its day is over | refuses, under every policy |
-| has the form of version 0.1, which named only the bundle | refuses too |
+| is not a signature over this run, name, date and bundle, or has expired | refuses, under every policy |
+| has the format of version 0.1, which covered only the bundle | also refuses |
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def verify_signer(text: str, run: str, digest: str, today: date | None = None) -
     """Return the signing key, "ssh-ed25519 AAAA..."; "" if `text` is empty. `today` defaults to this machine's UTC day.
 
     Raises:
-        PolicyError: `text` is not a signature of this run and bundle that is valid today.
+        PolicyError: `text` is not a valid signature for this run and bundle today.
     """
     if not text:
         return ""

@@ -1,9 +1,9 @@
-"""`flwr-serverapp` of a server: Flower's program with two changes.
+"""`flwr-serverapp` for a server: Flower's program with two changes.
 
 Its heartbeats continue after any answer (heartbeat.py). It installs only bundles that a person on the machine has
-permitted, if a list of them exists (permitted_bundles.py).
+permitted, if there is a list of them (permitted_bundles.py).
 
-Flower's heartbeats end at the first unexpected answer, and a minute later the SuperLink marks the run as failed.
+Flower's heartbeats end after the first unexpected answer, and a minute later the SuperLink marks the run as failed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RUNTIME = "flwr.superlink.runtime.run_serverapp"
 
 
 def main() -> None:
-    """Run the process. Its arguments are those of Flower's own `flwr-serverapp`."""
+    """Run the process. It takes the arguments of Flower's own `flwr-serverapp`."""
     try:
         replaced.require_attributes("ServerApp process")
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Check the signature in every call of a site: its node key signs the time."""
+"""Check the signature in every call from a site: its node key signs the time."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ ERRORS = (ValueError, TypeError, AttributeError, UnsupportedAlgorithm, binascii.
 
 
 class ClockDifferenceError(ValueError):
-    """The key signed the time, but the site's clock and the server's are too far apart. The text is for the site."""
+    """The key signed the time, but the site's and the server's clocks are too far apart. The text is for the site."""
 
 
 def check_signed_time(key: bytes, stamp: str, signature: bytes) -> None:
     """Raise one of ERRORS unless the key (PEM) signed this time within Flower's tolerance of now.
 
-    Raises ClockDifferenceError if only the time is wrong: one of the two clocks is, perhaps for a moment. So the site
-    is told, and asks again.
+    Raises ClockDifferenceError if only the time is wrong: one of the two clocks is wrong, perhaps only briefly. So the
+    site is told, and retries.
     """
     signed = datetime.fromisoformat(stamp)
     here = now()
-    age = (here - signed).total_seconds()  # before the signature, which costs more: a time without a zone is no time
+    age = (here - signed).total_seconds()  # checked before the costlier signature; raises without a time zone
     if not verify_signature(bytes_to_public_key(key), stamp.encode("ascii"), signature):
         raise ValueError("signature does not match")
     if not -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:

@@ -1,14 +1,14 @@
-"""Decide which site keys the fleet port serves: those registered in members.json, until their last day.
+"""Decide which site keys the fleet port serves: those registered in members.json, until they expire.
 
-Flower has no expiry for keys, so every request of a site is checked here, after Flower has checked its
+Flower's keys have no expiry date, so every request from a site is checked here, after Flower has checked its
 signature.
 
 | the signing key | answer to the site |
 |---|---|
-| is registered, and its last day is not over | from Flower |
-| is past its last day, revoked or replaced | its SuperNode ends, and logs the reason at its next start |
+| is registered and has not expired | from Flower |
+| has expired, or was revoked or replaced | its SuperNode ends, and logs the reason at its next start |
 | is not in the registry | the same: a key registered only with Flower does not belong to a member |
-| cannot be checked: members.json is missing or broken | its SuperNode asks again until the file is repaired |
+| cannot be checked: members.json is missing or broken | its SuperNode retries until the file is repaired |
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SiteKeyChecker:
         self._file.get()
 
     def refusal(self, public: bytes, activates: bool) -> tuple[RefusalBehavior, str] | None:
-        """Return the refusal of a request signed by the key `public` (PEM); None to let Flower answer.
+        """Return the refusal for a request signed by the key `public` (PEM); None to let Flower answer.
 
         `activates` is true for a SuperNode's first request.
         """
@@ -74,8 +74,8 @@ class SiteKeyChecker:
         if not why:
             return None
         self._say(WARNING, f"a request of {sanitize(entry.site, 80) if entry else 'an unknown key'} is refused: {why}")
-        # A SuperNode logs the first refusal with the reason and ends; once active it would hang. At the second it ends
-        # silently, and the reason appears at its next start.
+        # SAYS_WHY makes a SuperNode log the reason and end, but an active one would hang. ENDS makes it end silently,
+        # and the reason appears at its next start.
         return RefusalBehavior.SAYS_WHY if activates else RefusalBehavior.ENDS, f"fedveil: {why}"
 
     def is_known(self, public: bytes) -> bool:

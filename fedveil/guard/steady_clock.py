@@ -1,19 +1,21 @@
-"""A clock for the SuperLink's leases that a step of the machine's clock does not move.
+"""A clock for the SuperLink's leases that is not affected when the machine's clock jumps.
 
-Flower stores until when a site or task counts as alive, by wall time. A step of two hours, if only for forty seconds,
-then ends every lease: the run fails, and every site is offline. Leases last about a minute, so elapsed time decides.
+Flower stores the wall time until which a site or task counts as alive. If the clock jumps two hours ahead, even for
+forty seconds, every lease ends: the run fails, and every site is offline. Leases last about a minute, so elapsed time
+decides.
 
 | the machine's clock | this clock |
 |---|---|
-| goes on, give or take two seconds | is the machine's |
-| has jumped forward, or the machine slept | goes on by elapsed time, and one log line names the step |
-| stays there | follows it, at most a quarter faster, so that no lease ends early |
-| has jumped back | follows at once, and one log line names the step |
+| runs normally, give or take two seconds | is the machine's clock |
+| has jumped forward, or the machine slept | continues by elapsed time, and one log line names the jump |
+| stays ahead | catches up, running at most a quarter faster, so that no lease ends early |
+| has jumped back | follows immediately, and one log line names the jump |
 
-An earlier time ends no lease. One later than the machine's would end messages early, whose life begins at wall time.
+An earlier time does not end any lease. A time later than the machine's would end messages early, because their
+lifetime starts at wall time.
 
-Signed times of sites are compared with the machine's clock (signed_time.py), and last days of keys with a clock that
-never goes back (registry_files.py).
+Signed times from sites are compared with the machine's clock (signed_time.py), and expiry dates of keys with a clock
+that never goes backwards (registry_files.py).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from logging import WARNING
 from flwr.supercore import log
 
 STEP_SECONDS = 2.0
-_RATE = 0.25  # seconds per elapsed second by which it follows a step
+_RATE = 0.25  # seconds per elapsed second by which the clock catches up after a jump
 _NAME = "now"
 _STATES = tuple(
     f"flwr.{module}"
@@ -65,8 +67,8 @@ class SteadyClock:
             if abs(gap - self._gap) > STEP_SECONDS:
                 log(
                     WARNING,
-                    "the machine's clock jumped by %+.0f s to %s UTC; no lease ends by that. If that time is "
-                    "wrong, correct it: sites compare theirs with it",
+                    "the machine's clock jumped by %+.0f s to %s UTC; this does not end any lease. If that time is "
+                    "wrong, correct it: sites compare their clocks with it",
                     gap - self._gap,
                     f"{wall:%Y-%m-%d %H:%M:%S}",
                 )
@@ -77,7 +79,7 @@ class SteadyClock:
 
 
 def patch_lease_clock() -> None:
-    """Make the SuperLink's states in this process use one `SteadyClock`."""
+    """Make the SuperLink's states in this process use a shared `SteadyClock`."""
     clock = SteadyClock()
     for module in _STATES:
         setattr(importlib.import_module(module), _NAME, clock.now)

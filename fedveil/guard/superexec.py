@@ -1,11 +1,12 @@
-"""`flower-superexec` of a server: Flower's own with three changes. A site's on Linux starts in process_zygote.py.
+"""`flower-superexec` for a server: Flower's with three changes. On Linux, a site's SuperExec is in process_zygote.py.
 
-It starts one type of task: ServerApps at a server, ClientApps at a site. Flower's own starts every type that it knows:
-agents, models, connectors and simulations too. Their programs are Flower's, so the guard would not see what they run.
+It starts only one type of task: ServerApps on a server, ClientApps at a site. Flower's own starts every type it knows,
+including agents, models, connectors and simulations. Their programs are Flower's, so the guard would not see the code
+that they run.
 
-It outlives an answer that it does not expect. It asks its SuperLink for the next task. At any answer but a few Flower's
-own ends, and with it every run: its SuperLink answers 500 for as long as its database is locked, for example. Here it
-asks again (flower/retries.py).
+It survives unexpected answers when it asks its SuperLink for the next task. Flower's own ends after most of them, and
+so does every run: for example, the SuperLink answers 500 while its database is locked. This one retries
+(flower/retries.py).
 
 A task stays claimed while its program starts, however slowly (flower/task_claims.py).
 """
@@ -25,12 +26,12 @@ _OF_A_SERVER = (KEY_VARIABLE, SIGNERS_VARIABLE, BUNDLES_VARIABLE)
 
 
 def patch_superexec(task_type: str) -> None:
-    """Make a SuperExec in this process retry, and start only this type of task; exit if Flower is unknown."""
+    """Make a SuperExec in this process retry, and start only this type of task; exit if Flower is unsupported."""
     try:
         replaced.require_attributes("SuperExec")
     except ConfigError as error:
         sys.exit(f"error: {error}")
-    # For all its calls: the client created with it only asks for tasks.
+    # This covers all of its calls: the client created with it only asks for tasks.
     retries.patch_retries("flwr.supercore.superexec.run_superexec", "make_simple_http_retry_invoker")
     patch_task_types(task_type)
 
@@ -43,12 +44,12 @@ def patch_task_types(task_type: str) -> None:
 
 
 def task_type_of_environment() -> str:
-    """Return the type of task for an image's SuperExec: a server's has the variables of a ServerApp, a site's none."""
+    """Return the task type for an image's SuperExec: only a server's environment has a ServerApp's variables."""
     return SERVER_APP if any(os.environ.get(name) for name in _OF_A_SERVER) else CLIENT_APP
 
 
 def main(task_type: str | None = SERVER_APP) -> None:
-    """The process. Its arguments are those of Flower's own `flower-superexec`. None: the environment says the type."""
+    """Run the process with the arguments of Flower's `flower-superexec`. If None, the environment gives the type."""
     patch_superexec(task_type or task_type_of_environment())
     task_claims.patch_subprocesses()
     from flwr.supercore.cli import flower_superexec

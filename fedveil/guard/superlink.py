@@ -1,14 +1,13 @@
-"""`flower-superlink` with the federation's own checks of site keys, their last days and operators.
+"""`flower-superlink` with the federation's own checks of site keys, their expiry dates, and operators.
 
     flower-superlink --fedveil-registry FOLDER --fedveil-log FILE ...and Flower's own arguments
 
-    --fleet-api-address HOST:PORT    address for sites; from Flower 1.41 on this process listens there (fleet_http.py)
+    --fleet-api-address HOST:PORT    address for sites; since Flower 1.41, this process listens there (fleet_http.py)
     --enable-supernode-auth          Flower's own; required here
-    --without-fleet-checks           sites may send everything that Flower accepts: for measurements of other Flower
-    apps
+    --without-fleet-checks           sites may send everything that Flower accepts: to measure other Flower apps
 
-FOLDER has members.json and operators.json (fedveil/guard/registry_files.py). FILE is the log of the control port
-(fedveil/guard/control_log.py); the folder `spool` next to it has incomplete replies (fedveil/guard/fleet/spool.py).
+FOLDER contains members.json and operators.json (fedveil/guard/registry_files.py). FILE is the log of the control port
+(fedveil/guard/control_log.py); the folder `spool` next to it holds incomplete replies (fedveil/guard/fleet/spool.py).
 Flower's own program accepts neither argument, so a command for this program cannot run without the checks. This
 program does not start without them either, except with `--simulation`, which has no sites, and `--help`.
 """
@@ -35,9 +34,9 @@ from fedveil.guard.operator_access import App, OperatorAccessChecker
 from fedveil.guard.site_registry import SiteKeyChecker
 
 _WITHOUT = {"--simulation", "--help", "-h", "--version", "-V"}
-# Ports that FedVeil does not check: the control calls over gRPC and, from 1.41 on, the fleet's.
+# Ports that FedVeil does not check: for control calls over gRPC and, since 1.41, for the fleet.
 _OTHER_WAYS_IN = ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API")
-_LATE_CALL_SECONDS = 5.0  # seconds between checks for calls that withhold their body
+_LATE_CALL_SECONDS = 5.0  # interval between checks for calls that withhold their body
 _FLEET = "0.0.0.0:9092"  # Flower's default for a missing option
 
 
@@ -46,8 +45,8 @@ class PortProxies:
     """Proxies in front of Flower's ports.
 
     Attributes:
-        control: in front of requests from operators and from Flower's own processes.
-        sites: in front of requests from sites, where Flower has one port for all.
+        control: handles requests from operators and from Flower's own processes.
+        sites: handles requests from sites, for Flower releases with a single port.
         fleet: host and port for the sites, if this process must listen there.
     """
 
@@ -68,7 +67,7 @@ class PortProxies:
         from fedveil.guard.flower import fleet_http
 
         port, sites = self.fleet[1], self.sites
-        # Otherwise a line for each request of each site: some ten million a day from a hundred sites.
+        # Otherwise there is a line for each request from each site: about ten million a day from a hundred sites.
         serve_through(lambda app: fleet_http.route_by_port(port, sites(app), also(self.control(app))), access_log=False)
         fleet_http.add_listener(*self.fleet)
 
@@ -85,9 +84,9 @@ def main() -> None:
 
 
 def patch_superlink() -> None:
-    """Patch the state of this process to add what Flower's lacks (docs/decisions/0008), and bound its log.
+    """Patch this process's state to add features that Flower lacks (docs/decisions/0008), and limit its log.
 
-    Exits with the reason if Flower lacks an attribute that is replaced.
+    Exits with the reason if Flower lacks an attribute to be replaced.
     """
     try:
         replaced.require_attributes("SuperLink")
@@ -105,8 +104,8 @@ def patch_superlink() -> None:
 def prepare_arguments() -> PortProxies | None:
     """Remove the program's own two arguments from `sys.argv` and install the checks.
 
-    Returns the proxies for Flower's ports, None if there is nothing to protect. Exits with code 2 if the registry or
-    the log is unusable or the guard does not support this Flower.
+    Returns the proxies for Flower's ports; None if there is nothing to protect. Exits with code 2 if the registry or
+    the log is unusable, or if the guard does not support this Flower version.
     """
     if _WITHOUT & set(sys.argv[1:]):
         return None
@@ -152,7 +151,7 @@ def prepare_arguments() -> PortProxies | None:
 
 
 def _install_fleet_port(line: flower.FlowerRelease, members: SiteKeyChecker, control: ControlLog) -> None:
-    from fedveil.guard.fleet.port import FleetPort, install_fleet_port  # after the arguments: it loads Flower's server
+    from fedveil.guard.fleet.port import FleetPort, install_fleet_port  # imported only here: it loads Flower's server
     from fedveil.guard.fleet.refusal_log import FleetRefusalLog
     from fedveil.guard.fleet.spool import ReplySpool
 
@@ -166,8 +165,8 @@ def serve_through(wrap: Callable[[App], App], **options: object) -> None:
 
     def configured(self: uvicorn.Config, app: App, *args: object, **kwargs: object) -> None:
         original(self, wrap(app), *args, **{**kwargs, **options})  # type: ignore[arg-type]
-        # Otherwise any local user could name another connection's owner in a header, on which
-        # fedveil/guard/loopback_ports.py relies.
+        # Otherwise any local user could use a header to pose as another connection's owner, which
+        # fedveil/guard/loopback_ports.py relies on.
         self.proxy_headers = False
 
     uvicorn.Config.__init__ = configured  # type: ignore[method-assign,assignment]
@@ -204,7 +203,7 @@ def _arguments(given: Sequence[str], line: flower.FlowerRelease) -> tuple[_Guard
         )
     if args.fleet_api_type != "grpc-rere":
         raise ConfigError(
-            f"--fleet-api-type: expected grpc-rere, found {args.fleet_api_type}, which asks for no key; leave it out"
+            f"--fleet-api-type: expected grpc-rere, found {args.fleet_api_type}, which needs no key; leave it out"
         )
     if "--enable-supernode-auth" not in rest:
         raise ConfigError(

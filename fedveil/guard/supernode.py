@@ -1,18 +1,18 @@
 """`flower-supernode` in an image: Flower's program, patched by `patch_supernode`.
 
-On a host, loopback_ports.py does this. Apart from polling (poll_backoff.py), heartbeats (heartbeat.py), retries
-(flower/retries.py) and the connection (flower/), a run of an agent makes tasks for ClientApps, which the guard judges.
-The patch also fixes four faults of Flower 1.39, 1.41 and 1.42:
+On a host, loopback_ports.py does this. The patch changes polling (poll_backoff.py), heartbeats (heartbeat.py), retries
+(flower/retries.py) and the connection (flower/), and makes agent runs create tasks for ClientApps, which the guard
+judges. It also fixes four faults in Flower 1.39, 1.41 and 1.42:
 
 | event | Flower's behavior | here |
 |---|---|---|
 | a run ends while its message's parts are in transit to the site | the message stays, and a client process waits
-  for its parts forever | the message, its parts and its task are removed, as after any other such failure |
-| a reply that no process waits for, for example from that client process once it dies | it is sent in place of the
-  next message's reply. From then on each reply is one message late, and the server gets nothing from the site before
+  for its parts forever | the message, its parts and its task are removed, as after other such failures |
+| a reply that no process is waiting for, for example from that client process once it dies | it is sent instead of the
+  next message's reply. From then on, each reply is one message late, and the server gets nothing from the site before
   its deadlines | it is sent at the next poll for messages |
-| a client process dies between its reply and the reply's parts | the SuperNode waits forever for them, and is online |
-  three minutes after the last part the reply is dropped, as in Flower's server |
+| a client process dies between its reply and the reply's parts | the SuperNode waits for them forever, and is
+  online | three minutes after the last part, the reply is dropped, as in Flower's server |
 | any other error in the loop that polls for messages | the process keeps running, permanently offline | it is logged,
   and the loop continues after 1, 2, 4 .. 60 s, unless the server refuses the site's key |
 """
@@ -42,7 +42,7 @@ _LONGEST_TEXT = 500
 
 
 def main() -> None:
-    """Run the process. Its arguments are those of Flower's own program."""
+    """Run the process. It takes the arguments of Flower's own program."""
     patch_supernode()
     duplicate_pushes.patch_duplicate_pushes()
     from flwr.supernode.cli import flower_supernode
@@ -74,7 +74,7 @@ def patch_supernode() -> None:
 
 
 def patch_connection(line: flower.FlowerRelease) -> None:
-    """Make connections of this process's SuperNode survive any answer from the server."""
+    """Make the connections of this process's SuperNode survive any answer from the server."""
     if line.speaks == "gRPC":
         heartbeat.patch_node_heartbeat("flwr.client.grpc_rere_client.connection")
         retries.patch_retries("flwr.supernode.start_client_internal", "_make_fleet_connection_retry_invoker")
@@ -84,13 +84,13 @@ def patch_connection(line: flower.FlowerRelease) -> None:
 
 
 class LoopErrors:
-    """Keeps Flower's loop running: it logs a failed step and then waits, 1 s at first and 60 s at most."""
+    """Keeps Flower's loop running: logs a failed step and then waits, 1 s at first and at most 60 s."""
 
     def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
         self._sleep, self._failures, self._log = sleep, 0, MinuteLog()
 
     def run(self, step: Callable[..., Any], **given: Any) -> Any:
-        """Return the step's result; None if it failed. Re-raises the server's refusal of this site's key."""
+        """Return the step's result, or None if the step failed. Re-raises the server's refusal of this site's key."""
         try:
             result = step(**given)
         except (Exception, RunNotRunningException) as error:
@@ -100,7 +100,7 @@ class LoopErrors:
             self._failures = min(self._failures + 1, 10)
             words = f"{type(error).__name__}: {sanitize(error, _LONGEST_TEXT)}"
             self._log.write(
-                ERROR, f"the SuperNode continues after an error, in {pause:g} s: {words}", key=type(error).__name__
+                ERROR, f"the SuperNode will continue in {pause:g} s after an error: {words}", key=type(error).__name__
             )
             self._sleep(pause)
             return None
@@ -111,7 +111,7 @@ class LoopErrors:
 def pull_message(original: Callable[..., int | None], errors: LoopErrors | None = None) -> Callable[..., int | None]:
     """Poll for a message like Flower, without the faults.
 
-    Returns None if there is nothing to send: no message came, and no reply waits.
+    Returns None if there is nothing to send: no message has arrived, and no reply is waiting.
     """
     errors = errors or LoopErrors()
 
@@ -124,7 +124,7 @@ def pull_message(original: Callable[..., int | None], errors: LoopErrors | None 
 
 
 def push_reply(original: Callable[..., None], errors: LoopErrors | None = None) -> Callable[..., None]:
-    """Send replies like Flower, but also stop when a reply's parts have stopped coming."""
+    """Send replies like Flower, but give up when a reply's parts have stopped arriving."""
     errors = errors or LoopErrors()
 
     def push(**given: Any) -> None:
@@ -166,7 +166,8 @@ def _ending(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _for_client_app(get_run: Callable[..., Any]) -> Callable[..., Any]:
-    """`get_run`, whose runs make tasks only for ClientApps. Flower's makes one for an agent, which has no guard."""
+    """Wrap `get_run` so that runs create tasks only for ClientApps. Flower would also create tasks for agents, which
+    have no guard."""
 
     def asked(run_id: int) -> Any:
         run = get_run(run_id)

@@ -1,4 +1,4 @@
-"""The run config of a run in one process: read from a file or a mapping; keys that would do nothing are refused."""
+"""Read the run config of a run in one process from a file or a mapping, and refuse keys that would have no effect."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from fedveil.models import own_module
 
 __all__ = ["read_config", "require_local"]
 
-# What only a run with a server, messages and sites of its own does; a value here would be passed over.
+# Keys that only affect a run with a real server, messages and sites; a value set here would be silently ignored.
 _ELSEWHERE = (
     "evaluate.held-out", "cohort.sites", "cohort.wait-seconds", "cohort.deadline-seconds", "cohort.max-retries",
     "cohort.max-norm-ratio", "secure.roster", "client.worker", "run.signature",
 )  # fmt: skip
-# Of files that stay after the run.
+# Keys about files that outlive the run.
 _IN_A_FOLDER = ("run.dir", "run.resume", "sinks.use")
 
 
 def read_config(config: str | Path | Mapping[str, object] | RunConfig) -> RunConfig:
-    """Return the run config in a TOML file or in a mapping, by dotted keys or by sections.
+    """Return the run config from a TOML file or a mapping with dotted keys or sections.
 
-    A path as task.module is registered, and completes task.name and the adapter unless they are set.
+    If task.module is a path, the module is registered; it also supplies task.name and the adapter if they are not set.
 
     Raises:
-        ConfigError: there is no such file, it is not TOML, or a key or a value is wrong.
+        ConfigError: the file does not exist or is not TOML, or a key or value is invalid.
     """
     if isinstance(config, RunConfig):
         return config
@@ -42,11 +42,11 @@ def read_config(config: str | Path | Mapping[str, object] | RunConfig) -> RunCon
 
 
 def require_local(config: RunConfig, sites: int, divides_data: bool) -> None:
-    """Raise ConfigError for a value that a run in one process would pass over.
+    """Raise ConfigError for a value that a run in one process would ignore.
 
     Args:
         sites: the number of sites.
-        divides_data: task.data is divided among the sites.
+        divides_data: whether task.data is divided among the sites.
     """
     given, plain = config.flat(), RunConfig().flat()
     elsewhere = _ELSEWHERE if divides_data else ("task.data", *_ELSEWHERE)
@@ -60,11 +60,11 @@ def require_local(config: RunConfig, sites: int, divides_data: bool) -> None:
         if given[key] != plain[key] and not config.run.name:
             raise ConfigError(
                 f"run.name: expected the name of a run folder with {key} = {given[key]!r}, found none; without a name "
-                "the folder of a run in one process is temporary"
+                "the run folder of a run in one process is temporary"
             )
     drawn = cohort_size(config.cohort.fraction, sites)
     if config.cohort.min_sites != plain["cohort.min-sites"] and config.cohort.min_sites > drawn:
         raise ConfigError(
-            f"cohort.min-sites: expected at most {drawn}, the sites of a round here, found {config.cohort.min_sites}; "
-            "lower it, or give more sites"
+            f"cohort.min-sites: expected at most {drawn}, the sites drawn per round here, found "
+            f"{config.cohort.min_sites}; lower it, or add sites"
         )

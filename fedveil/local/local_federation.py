@@ -39,19 +39,19 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalFederation"]
 
-_SPLIT = "local-"  # the names of sites that divide task.data
+_SPLIT = "local-"  # name prefix of sites that divide task.data
 
 
 @final
 @dataclass(frozen=True)
 class LocalFederation:
-    """A server and its sites in this process. `from_config` makes one.
+    """A server and its sites in this process. Create one with `from_config`.
 
     Attributes:
-        config: the run config, checked.
+        config: the validated run config.
         method: the method with its fields; it decides what is shared.
-        task: base model, adapter, data and scores; all sites use this one.
-        federation: the server's state, the sites' private states, bytes and reports of each round.
+        task: base model, adapter, data and scores; all sites use this task.
+        federation: the server's state, the sites' private states, and each round's byte counts and reports.
         data: each site's folder or file of rows.
     """
 
@@ -70,28 +70,28 @@ class LocalFederation:
         device: str = "cpu",
         tap: MessageCapture | None = None,
     ) -> LocalFederation:
-        """Load the base model and every site's rows; no round has run.
+        """Load the base model and every site's rows, without running a round.
 
         Args:
             config: the run config, as for `fedveil submit`: a TOML file, or {"method.name": "fedrand", "run.rounds":
-                2}, or sections, {"run": {"rounds": 2}}. Omitted keys have their defaults.
-            sites: each site's folder or file of rows, by name. Sites that name the same one divide its rows among them,
-                as task.partition says. A number of sites divides task.data.
-            device: on which all sites train, one after the other: "cpu", "cuda", "auto".
-            tap: keeps every message, for attacks; `audit` needs run.capture-messages instead.
+                2}, or sections, {"run": {"rounds": 2}}. Omitted keys take their defaults.
+            sites: each site's folder or file of rows, by name. Sites with the same path divide its rows among
+                themselves according to task.partition. An integer instead divides task.data among that many sites.
+            device: "cpu", "cuda" or "auto"; all sites train on it, one after another.
+            tap: records every message, for attacks; `audit` needs run.capture-messages instead.
 
         Raises:
-            ConfigError: a key or value of the run config is wrong, or would do nothing in one process; or there is no
-                site.
+            ConfigError: a key or value in the run config is invalid or would have no effect in one process, or there
+                are no sites.
             TaskError: a base model, a folder, a column or a row is missing.
-            StateError: run.name is that of another run, or there is no run to resume.
+            StateError: run.name is taken by another run, or there is no run to resume.
         """
         run_config = read_config(config)
         folders = _folders(run_config, sites)
         require_local(run_config, len(folders), divides_data=isinstance(sites, int))
         run = run_config.run
         if tap and run.capture_messages:
-            raise ConfigError("tap: expected none with run.capture-messages, which keeps the messages, found one")
+            raise ConfigError("tap: expected none with run.capture-messages, which records the messages, found one")
         if run.name and not run.resume:
             checkpoints.require_new(Path(run.dir).expanduser() / run.name)
         plan = RunPlan.from_config(run_config, run.name or "local", device)
@@ -99,8 +99,8 @@ class LocalFederation:
         if plan.guarantee is not None and math.isfinite(plan.guarantee.budget.epsilon):
             raise ConfigError(
                 "dp.epsilon, or epsilon in method.params: expected none for a run in one process, which has no ledger "
-                f"that would enforce it, found {plan.guarantee.budget.epsilon:g}; leave it out, and read `epsilon` "
-                "after the run"
+                f"to enforce it, found {plan.guarantee.budget.epsilon:g}; leave it out, and read `epsilon` after the "
+                "run"
             )
         rows = _rows(task, run_config, folders)
 
@@ -119,23 +119,23 @@ class LocalFederation:
         return local
 
     def run(self, on_round: Callable[[LocalFederation, int], None] | None = None, progress: bool | None = None) -> Run:
-        """Run all rounds that are left, until evaluate.patience ends them, and write the final model with its card.
+        """Run the remaining rounds, or until evaluate.patience runs out, and write the final model with its card.
 
         Args:
-            on_round: called with this federation and the round, from 0, after each.
-            progress: show a progress bar on standard error; None: only if that is a terminal.
+            on_round: called after each round with this federation and the round number, from 0.
+            progress: whether to show a progress bar on standard error, or None to show it only on a terminal.
 
         Returns:
             `results`.
 
         Raises:
-            StateError: the run has ended.
+            StateError: the run has already ended.
         """
         recorder = self._recorder
         if recorder.ended or recorder.has_failed:
             how = "has ended" if recorder.ended else "was ended by an error"
-            resume = "; with run.resume = true it goes on" if self.config.run.name and recorder.has_failed else ""
-            raise StateError(f"run: expected a run that goes on, found one that {how}; make another one{resume}")
+            resume = ", or resume it with run.resume = true" if self.config.run.name and recorder.has_failed else ""
+            raise StateError(f"run: expected a run that can continue, found one that {how}; create a new one{resume}")
         try:
             recorder.begin()
             with _progress_bar(sys.stderr.isatty() if progress is None else progress) as bar:
@@ -155,13 +155,13 @@ class LocalFederation:
     def evaluate(
         self, data: str | Path, site: str | None = None, split: str = "test", generate: bool = False
     ) -> dict[str, float]:
-        """Scores of the model as it is now: always "loss"; with `generate` also of what it writes.
+        """Return the current model's scores: always "loss"; with `generate`, the scores of its generated text too.
 
         Args:
             data: folder or file of rows.
-            site: the site whose own model is scored, if the method gives sites one; None = the server's.
+            site: the site whose own model to score, if sites keep models, or None for the server's model.
             split: the split of the folder to score.
-            generate: whether texts are generated, which takes longer.
+            generate: whether to generate text, which takes longer.
 
         Raises:
             ConfigError: there is no such site, or it has no model of its own.
@@ -182,10 +182,10 @@ class LocalFederation:
 
     @property
     def results(self) -> Run:
-        """Return the run's folder; without run.name it ends with this object and with what this returns.
+        """Return the run. Without run.name, its folder is deleted once both this object and the returned one are gone.
 
         Raises:
-            StateError: `run` was not called yet.
+            StateError: `run` has not been called yet.
         """
         folder = self._recorder.folder.folder
         if not (folder / "status.json").is_file():
@@ -203,38 +203,38 @@ class LocalFederation:
 
     @property
     def scores(self) -> dict[str, float]:
-        """Return the last scores of the server's model on task.evaluation; {} without it."""
+        """Return the server model's last scores on task.evaluation; {} if that is not set."""
         return self.results.scores
 
     @property
     def epsilon(self) -> dict[str, float]:
-        """Return an upper bound on what the run charged any record, by site; see `Run.epsilon`."""
+        """Return, by site, an upper bound on the epsilon charged to any record; see `Run.epsilon`."""
         return self.results.epsilon
 
     @property
     def privacy(self) -> list[str]:
-        """Return the guarantee and its bound for each site in sentences; see `Run.privacy`."""
+        """Return sentences that state the guarantee and its bound for each site; see `Run.privacy`."""
         return self.results.privacy
 
     @property
     def models(self) -> dict[str, Weights]:
-        """Return the models as they are now, by view. `federation.models(site)` also has that site's own."""
+        """Return the current models, by view. `federation.models(site)` also includes the site's own model."""
         return dict(self.federation.models())
 
     @property
     def card(self) -> PrivacyCard:
-        """Return the privacy card of the final model. Raises StateError before the end."""
+        """Return the privacy card of the final model. Raises StateError before the run ends."""
         return self.results.card
 
     def report(self, file: str | Path = "report.html") -> Path:
-        """Write the page that `fedveil report` writes. Return its path. Raises StateError before `run`."""
+        """Write the same page as `fedveil report` and return its path. Raises StateError before `run`."""
         return self.results.report(file)
 
     def save(self, folder: str | Path) -> Path:
-        """Write the final model with its card to a new folder, which PEFT or transformers loads. Return its path.
+        """Write the final model and its card to a new folder that PEFT or transformers can load. Return its path.
 
         Raises:
-            StateError: the run has no final model yet, or the folder has files.
+            StateError: the run has no final model yet, or the folder is not empty.
         """
         return self.results.save(folder)
 
@@ -248,61 +248,62 @@ class LocalFederation:
         device: str = "auto",
         say: Callable[[str], None] = lambda text: None,
     ) -> AuditOutcome:
-        """Attack the run on its captured messages, with controls, as `fedveil audit`. The members are the sites' rows.
+        """Attack the run using its captured messages, with controls, like `fedveil audit`. Members are the sites' rows.
 
-        The arguments are those of `Run.audit`. Without `non_members` they are rows beyond task.examples-per-site, or
-        the split "test", of the one folder that all sites divide.
+        The arguments are those of `Run.audit`. By default, the non-members come from the one folder split among
+        all sites: the rows beyond task.examples-per-site, or the split "test".
 
         Raises:
             StateError: the run has no final model, or run.capture-messages was not set.
-            ConfigError: there are too few examples, sites divide several folders, or one that no round has drawn
-                shares the folder.
+            ConfigError: there are too few examples, several folders are each divided among sites, or one of the sites
+                that divide the folder was never drawn in a round.
         """
         results = self.results
         if not self.config.run.capture_messages:
             raise StateError(
-                "run.capture-messages: expected true for an audit, found false; make another run with it: without the "
+                "run.capture-messages: expected true for an audit, found false; set it and run again: without the "
                 "messages there is nothing to attack"
             )
         data, sites = _members(self.data)
         if data is not None and set(load_run(results.folder).sites) != set(self.data):
             raise ConfigError(
-                "cohort.fraction: expected a run that drew every site, for an audit of examples that all sites divide, "
-                "found a site that no round drew, so that the shares cannot be told; run more rounds, or all sites"
+                "cohort.fraction: expected a run that drew every site, for an audit of one folder that all sites "
+                "divide, found a site that no round drew, so the shares cannot be determined; run more rounds, or draw "
+                "all sites"
             )
         return results.audit(data, sites, non_members, max_rows, seed, minutes, canaries, device, say)
 
 
 def _folders(config: RunConfig, sites: Mapping[str, str | Path] | int) -> dict[str, Path]:
-    """Return each site's folder. Raises ConfigError if there is no site, or no task.data to divide."""
+    """Return each site's folder. Raises ConfigError if there are no sites, or no task.data to divide."""
     if not isinstance(sites, int):
         if not sites:
             raise ConfigError("sites: expected a mapping from each site's name to its folder of examples, found none")
-        # Sorted, so that a resume and an audit give each site the same state and the same share of a divided folder.
+        # Sorted, so that a resumed run or an audit gives each site the same state and share of a divided folder.
         return {name: Path(sites[name]).expanduser() for name in sorted(sites, key=natural_key)}
     if sites < 1 or not config.task.data:
         raise ConfigError(
             f'sites: expected a positive number of sites that divide task.data, found {sites} and task.data = "'
-            f'{config.task.data}"; or name each site and its folder'
+            f'{config.task.data}"; set both, or name each site and its folder'
         )
     return {f"{_SPLIT}{i}": Path(config.task.data).expanduser() for i in range(sites)}
 
 
 def _members(folders: Mapping[str, Path]) -> tuple[Path | None, Mapping[str, Path]]:
-    """Return the folder that all sites divide, or each site's own, as an audit takes them. Raises ConfigError."""
+    """Return the folder that all sites divide, or each site's own folder, for an audit. Raises ConfigError."""
     shared = Counter(folders.values())
     if len(folders) > 1 and len(shared) == 1:
         return next(iter(shared)), {}
     if len(shared) < len(folders):
         raise ConfigError(
-            "sites: expected one folder that all sites divide, or one for each, for an audit; found several that some "
-            "divide. Audit with results.audit(sites=...) and the files of each site"
+            "sites: expected one folder that all sites divide, or a separate folder for each site, for an audit, found "
+            "a folder that only some sites divide; call results.audit(sites=...) with each site's own files"
         )
     return None, folders
 
 
 def _rows(task: Task, config: RunConfig, folders: Mapping[str, Path]) -> dict[str, tuple[Rows, UnitRows | None]]:
-    """Each site's rows, prepared, with their units; the rows of a folder that several name are divided."""
+    """Return each site's prepared rows with their units. A folder named by several sites is divided among them."""
     shared, used = Counter(folders.values()), Counter[Path]()
     site_examples = dict[str, tuple[Rows, UnitRows | None]]()
     for name, folder in folders.items():
@@ -314,7 +315,7 @@ def _rows(task: Task, config: RunConfig, folders: Mapping[str, Path]) -> dict[st
 
 
 def _progress_bar(is_shown: bool) -> Progress:
-    """Return a bar on standard error; it prints nothing unless `is_shown`."""
+    """Return a progress bar on standard error; it prints nothing unless `is_shown`."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     from rich.console import Console
 

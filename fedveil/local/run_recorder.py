@@ -1,11 +1,11 @@
 """Record a run in one process in a run folder, as a server does, for reports, cards, audits and sinks.
 
-What a server has and this run has not, the folder does not claim: `config.json` has `"in_process": true`, no upload is
-signed, and no audit log of a site is anchored.
+The folder claims nothing that only a real server provides: `config.json` contains `"in_process": true`, no upload is
+signed, and no site's audit log is anchored.
 
-| with run.name | without |
+| with run.name | without run.name |
 |---|---|
-| the folder is run.dir/run.name and stays | it is temporary |
+| the folder is run.dir/run.name, and is kept | the folder is temporary |
 | checkpoints after every round, with the sites' private states, for run.resume | only for select-model = "best" |
 """
 
@@ -47,24 +47,24 @@ _STATE_FILE = re.compile(r"\d+-\d+\.safetensors")
 
 @final
 class LocalRunRecorder:
-    """The run folder of a run in one process, and what decides when the run ends.
+    """The run folder of a run in one process, and the rules that decide when the run ends.
 
     Attributes:
-        folder: the run folder; locked until this object ends.
+        folder: the run folder; locked for the lifetime of this object.
         course: the rounds that counted, and the best of them.
-        evaluator: scores the server's model on task.evaluation; None without it.
-        server_task: has the adapter of the server's model.
+        evaluator: scores the server's model on task.evaluation; None if that is not set.
+        server_task: the task with the adapter of the server's model.
         next_round: the next round, from 0.
-        ended: the run has its final model.
-        has_failed: an error, or Ctrl-C, ended the run.
+        ended: whether the run has its final model.
+        has_failed: whether an error or Ctrl-C ended the run.
     """
 
     def __init__(self, plan: RunPlan, federation: InProcessFederation) -> None:
-        """Make the folder, or open that of the run to resume.
+        """Create the folder, or open the folder of the run to resume.
 
         Raises:
-            StateError: the folder has another run, or the one to resume cannot be read.
-            ConfigError: a resume would change the run; a sink is not installed.
+            StateError: the folder contains another run, or the run to resume cannot be read.
+            ConfigError: the resumed run would differ from the original one, or a sink is not installed.
         """
         run = plan.config.run
         self._plan, self._federation, self._is_temporary = plan, federation, not run.name
@@ -92,11 +92,11 @@ class LocalRunRecorder:
 
     @property
     def rounds(self) -> int:
-        """Return the rounds of the config."""
+        """Return the number of rounds in the config."""
         return self._plan.config.run.rounds
 
     def begin(self) -> None:
-        """Open the sinks, record that the run starts or goes on, and score the model before round 1."""
+        """Open the sinks, record that the run starts or resumes, and score the model before round 1."""
         config, folder = self._plan.config, self.folder.folder
         opened = sinks.open_sinks(sinks.SinkRunInfo(folder, self.folder.id, config, self.folder.resumed))
         epsilon = make_epsilon_sink(self._plan.guarantee, config, folder / "metrics.jsonl")
@@ -112,16 +112,16 @@ class LocalRunRecorder:
         self._checkpoint(-1)
 
     def end_with(self, owner: object) -> None:
-        """Remove a temporary folder as soon as `owner` ends: the federation's messages refer to this object."""
+        """Delete a temporary folder once `owner` is gone; this object lives longer, as the federation refers to it."""
         if self._is_temporary:
             weakref.finalize(owner, shutil.rmtree, self.folder.folder.parent, ignore_errors=True)
 
     def is_over(self) -> bool:
-        """Return whether no further round follows: all are done, or evaluate.patience is exhausted."""
+        """Return whether no rounds are left: all are done, or evaluate.patience has run out."""
         return self.next_round >= self.rounds or bool(self.course.stopped(self.rounds))
 
     def run_round(self) -> RoundRecord:
-        """Run the next round and record it. After an error the round has not happened, and may be run again."""
+        """Run the next round and record it. A round that raises an error does not count and can be run again."""
         federation, round_ = self._federation, self.next_round
         self.folder.status("running", round_, self.rounds, **self.course.about)
         started, before = time.monotonic(), (federation.upload_bytes, federation.download_bytes)
@@ -143,7 +143,7 @@ class LocalRunRecorder:
         return record
 
     def finish(self) -> None:
-        """Choose the final model, score it if no round did, and write it with its card."""
+        """Choose the final model, score it if no round has, and write it with its card."""
         federation, course = self._federation, self.course
         if (best := course.replaced()) is not None:
             federation.server = best
@@ -180,7 +180,7 @@ class LocalRunRecorder:
         return {"num_examples": self._federation.num_examples[site], **self._federation.reports[site]}
 
     def _secure_sum(self) -> dict[str, Any]:
-        """Return the entry `unseen` of a round's line: sizes of the sum; {} without secure aggregation."""
+        """Return the `unseen` entry of a round's line, with the sizes of the sum; {} without secure aggregation."""
         secure = self._federation.unseen
         if secure is None or secure.last is None:
             return {}
@@ -215,7 +215,7 @@ class LocalRunRecorder:
         self._remove_old_states(states)
 
     def _save_private(self, round_: int) -> dict[str, int]:
-        """Save the private states that the round changed. Return the round of every site's state."""
+        """Save the private states that the round changed. Return the round in which each site's state was saved."""
         folder, federation = self.folder.folder / _STATES, self._federation
         for number, site in enumerate(federation.sites):
             if site in federation.last_cohort and round_ >= 0 and (state := federation.private.get(site)) is not None:
@@ -224,7 +224,7 @@ class LocalRunRecorder:
         return dict(self._private)
 
     def _remove_old_states(self, now: Mapping[str, int]) -> None:
-        """Remove the states that neither this checkpoint nor the one before it names."""
+        """Remove the states that neither this checkpoint nor the previous one names."""
         folder, numbers = self.folder.folder / _STATES, {site: i for i, site in enumerate(self._federation.sites)}
         if not folder.is_dir():
             return
@@ -239,13 +239,13 @@ class LocalRunRecorder:
         server, loop = self.folder.load_checkpoint()
         if "secrets" not in loop:
             raise StateError(
-                f"run.resume: expected a run in one process in {self.folder.folder}, found one of a server; resume it "
+                f"run.resume: expected a run in one process in {self.folder.folder}, found a server's run; resume it "
                 "with fedveil submit"
             )
         changes = run_fingerprint.changed_terms(loop["terms"], self._terms)
         federation, numbers = self._federation, {site: i for i, site in enumerate(self._federation.sites)}
         if unknown := sorted(loop["private"].keys() - numbers.keys()):
-            raise ConfigError(f"sites: expected those of the checkpoint, found none named {unknown[0]}")
+            raise ConfigError(f"sites: expected the sites in the checkpoint, found none named {unknown[0]}")
         self._private = {site: int(round_) for site, round_ in loop["private"].items()}
         self._named_before = {f"{numbers[site]}-{round_}.safetensors" for site, round_ in self._private.items()}
         private: dict[str, FederatedState | None] = {
@@ -260,7 +260,7 @@ class LocalRunRecorder:
 
 
 def _temporary_folder(owner: LocalRunRecorder) -> Path:
-    """Return a run folder that ends with its owner, at the latest with the process."""
+    """Return a run folder that is deleted with its owner, or at the latest when the process ends."""
     parent = Path(tempfile.mkdtemp(prefix="fedveil-run-"))
     weakref.finalize(owner, shutil.rmtree, parent, ignore_errors=True)
     return parent / "local"

@@ -1,14 +1,14 @@
-"""Faults of a base model, in its folder and in its weights, each with one sentence.
+"""Check for defects in a base model's folder and weights; each is reported in one sentence.
 
-| fault | without this check |
+| defect | without this check |
 |---|---|
-| an adapter's folder | transformers looks for the base that it names, or finds no model |
-| config.json says 4 or 8 bit, the weights are plain | shapes that do not fit, or weights that are quantized anew |
-| the weights are 4 or 8 bit, and all of them are to be trained | packed numbers would be trained as weights |
-| config.json has another vocab_size than the embedding | a list of tensors of another shape |
-| a text has a token without a row of the embedding | an IndexError in a round |
-| a weight is NaN or infinite | a loss of NaN |
-| an encoder as a causal language model | it learns to copy its target |
+| the folder contains an adapter | transformers looks for the base that it names, or finds no model |
+| config.json says 4-bit or 8-bit, but the weights are plain | mismatched shapes, or weights that are quantized again |
+| the weights are 4-bit or 8-bit, and all of them are to be trained | packed numbers would be trained as weights |
+| vocab_size in config.json differs from the embedding | an error that lists tensors of the wrong shape |
+| a text has a token for which the embedding has no row | an IndexError in a round |
+| a weight is NaN or infinite | a NaN loss |
+| an encoder is used as a causal language model | it learns to copy its target |
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ __all__ = [
     "refuse_adapter",
 ]
 
-_MOST_BYTES = 1 << 20  # of config.json
-_MOST_HEADER = 1 << 26  # of a file of tensors
+_MOST_BYTES = 1 << 20  # size limit for config.json
+_MOST_HEADER = 1 << 26  # size limit for the header of a safetensors file
 _MOST_FILES = 1000
 _ADAPTERS = ("adapter_config.json", "adapter.json")
 _QUANTIZED = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4", ".SCB", ".weight_format")
-_MORE_ROWS = {"mllama": 8, "mllama_text_model": 8}  # that transformers adds to vocab_size
-_ENCODERS = ("bert-generation", "xlnet")  # that transformers lists as causal only
+_MORE_ROWS = {"mllama": 8, "mllama_text_model": 8}  # rows that transformers adds to vocab_size
+_ENCODERS = ("bert-generation", "xlnet")  # encoders that transformers lists only as causal models
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 
 
 def check_base_files(name: str, folder: Path, trains_base: bool) -> None:
-    """Check a base's folder. What cannot be read here, the loading of the base reports.
+    """Check a base's folder. Files that cannot be read here are reported when the base is loaded.
 
     Args:
         name: task.model, for errors.
         trains_base: whether all weights of the base are trained.
 
     Raises:
-        TaskError: all of them are trained and are quantized, they are plain although config.json says otherwise, or
-            vocab_size is not that of the embedding.
+        TaskError: all weights are to be trained but are quantized, they are plain although config.json says otherwise,
+            or vocab_size does not match the embedding.
     """
     config = _config(folder)
     shapes = dict(_shapes(folder))
@@ -82,7 +82,7 @@ def check_base_files(name: str, folder: Path, trains_base: bool) -> None:
 
 
 def refuse_adapter(name: str, folder: Path) -> None:
-    """Raise TaskError for the folder of an adapter."""
+    """Raise TaskError if the folder contains an adapter."""
     if file := next((file for file in _ADAPTERS if (folder / file).is_file()), ""):
         raise _adapter_error(name, file)
 
@@ -96,8 +96,8 @@ def check_loaded_base(name: str, model: Any, tokenizer: Any = None, trains_base:
         trains_base: whether all weights of the base are trained.
 
     Raises:
-        TaskError: an adapter from the Hub, quantized weights that are to be trained, a token that every text needs and
-            for which the embedding has no row, or a weight that is NaN or infinite.
+        TaskError: an adapter from the Hub, quantized weights that are to be trained, a special token that every text
+            needs but for which the embedding has no row, or a weight that is NaN or infinite.
     """
     if getattr(model, "_hf_peft_config_loaded", False):
         raise _adapter_error(name, "adapter_config.json")
@@ -110,7 +110,7 @@ def check_loaded_base(name: str, model: Any, tokenizer: Any = None, trains_base:
 
 
 def embedding_rows(model: Any) -> int:
-    """Return the number of tokens that a model's embedding has; 0 if it is not known."""
+    """Return the number of rows in a model's token embedding; 0 if it is not known."""
     try:
         weight = getattr(model.get_input_embeddings(), "weight", None)
     except NotImplementedError:  # a model with two towers, such as CLIP's
@@ -119,20 +119,20 @@ def embedding_rows(model: Any) -> int:
 
 
 def check_tokens(name: str, tokens: Iterable[int], rows: int) -> None:
-    """Raise TaskError for a token without a row of the embedding.
+    """Raise TaskError for a token for which the embedding has no row.
 
-    A tokenizer may have such tokens if no text has them, as Gemma 3 of one billion parameters has one for images.
+    A tokenizer may define such tokens as long as no text contains them: Gemma 3 1B, for example, has one for images.
     """
     if (highest := max(tokens, default=0)) >= rows:
         raise TaskError(
             f'task.model: expected tokens below {rows:,}, the rows of the embedding of "{name}", found token '
-            f"{highest:,} of its tokenizer; use the base's own tokenizer, or resize the embedding and save both"
+            f"{highest:,} from its tokenizer; use the base's own tokenizer, or resize the embedding and save both"
         )
 
 
 @torch.no_grad()
 def _check_finite(name: str, model: Any) -> None:
-    """Raise TaskError if a weight of the model is NaN or infinite; weights of one byte, which are quantized, pass."""
+    """Raise TaskError if a weight is NaN or infinite; one-byte weights are quantized and are not checked."""
     for at, parameter in model.named_parameters():
         if not parameter.is_floating_point() or parameter.itemsize == 1 or not parameter.numel():
             continue
@@ -146,7 +146,7 @@ def _check_finite(name: str, model: Any) -> None:
 def check_causal(name: str, model: Any) -> None:
     """Raise TaskError for an encoder, such as BERT, that transformers would load as a causal language model.
 
-    Its tokens read those behind them, so it would learn to copy its target.
+    Its tokens attend to the tokens after them, so it would learn to copy its target.
     """
     from transformers.models.auto import modeling_auto as auto
 
@@ -163,14 +163,14 @@ def check_causal(name: str, model: Any) -> None:
 def _adapter_error(name: str, file: str) -> TaskError:
     return TaskError(
         f'task.model: expected a base model, found an adapter ({file}) in "{name}"; merge it into its base first '
-        "(`fedveil merge`, or PEFT's merge_and_unload) and give the folder of the merged model"
+        "(`fedveil merge`, or PEFT's merge_and_unload) and use the merged model's folder"
     )
 
 
 def _quantized_error(name: str, source: str) -> TaskError:
     return TaskError(
         f'task.model: expected plain weights in "{name}", because all of them are trained, found quantized ones '
-        f"({source}); train low-rank pairs (LoRA), or use the base that was quantized"
+        f"({source}); train low-rank pairs (LoRA), or use the original, unquantized base"
     )
 
 
@@ -184,7 +184,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes of the tensors in the safetensors files of a folder, by the files' headers."""
+    """Yield the names and shapes of the tensors in a folder's safetensors files, from the file headers."""
     for path in sorted(folder.glob("*.safetensors"))[:_MOST_FILES]:
         try:
             with path.open("rb") as file:

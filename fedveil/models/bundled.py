@@ -1,8 +1,7 @@
-"""Locate the bundled bases: the folder `tiny-<task>` of a task's own small model, for offline use.
+"""Locate the bundled bases: each task's own small model, in the folder `tiny-<task>`, for offline use.
 
-The scripts that made them are in the repository's `tools/`. The bundle that Flower sends has no weights.
-Inside a running app, the app's own copy of `fedveil/` hides the installed one; `bundled_folder` searches
-both places.
+The scripts that created them are in the repository's `tools/`. The bundle that Flower sends contains no weights.
+Inside a running app, the app's own copy of `fedveil/` hides the installed one; `bundled_folder` searches both places.
 
 It imports neither torch nor transformers.
 """
@@ -28,8 +27,8 @@ HOW_TO_GET_IT = f"install fedveil with pip, or set {ASSETS_VARIABLE} to a copy o
 def bundled_folder(task: str) -> Path | None:
     """Return the folder of a task's tiny base; None if the task has none, or if it is not installed.
 
-    It is searched for in $FEDVEIL_ASSETS, next to this package, in the installed distribution "fedveil"
-    (also an editable one), and in every folder of sys.path. A folder that lacks one of FILES does not count.
+    The search covers $FEDVEIL_ASSETS, this package's folder, the installed distribution "fedveil" (also an editable
+    one), and every folder in sys.path. A folder that lacks any of FILES does not count.
     """
     for assets in dict.fromkeys(_assets()):
         folder = assets / f"tiny-{bundled_task(task)}"
@@ -48,7 +47,7 @@ def _assets() -> Iterator[Path]:
 
 
 def _installed_roots() -> Iterator[Path]:
-    """Yield pip's locations of the distribution: its site-packages, and the checkout behind an editable install."""
+    """Yield where pip installed the distribution: its site-packages, and the checkout behind an editable install."""
     try:
         distribution = importlib.metadata.distribution("fedveil")
     except importlib.metadata.PackageNotFoundError:

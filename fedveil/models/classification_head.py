@@ -1,10 +1,10 @@
-"""The head of a classifier, which is drawn from the run's seed where the base has none for the run's classes.
+"""The classification head, which is drawn from the run's seed if the base has none for the run's classes.
 
-| the base's head | what is used |
+| the base's head | result |
 |---|---|
 | none | a head drawn from a public stream of run.seed, so that all sites start from the same head |
-| the same number of classes, unnamed ("LABEL_0") or with the run's names in the run's order | that head |
-| the run's names in another order | refused, with the base's order |
+| the same number of classes, unnamed ("LABEL_0") or with the run's names in the run's order | that head is used |
+| the run's names in a different order | an error that shows the base's order |
 | other classes | a new head, as if there were none; the log says so |
 """
 
@@ -25,21 +25,21 @@ from fedveil.models import loading
 __all__ = ["complete_head", "find_heads", "has_head", "linear_layers", "name_classes"]
 
 _POOLER = ".pooler."  # in the names of tensors that a base without a classification head may lack, such as BERT's
-_UNNAMED = "LABEL_"  # before the number of a class to which transformers knows no name
-_STD = 0.02  # of a new head's weights, where the base's config has no initializer_range
+_UNNAMED = "LABEL_"  # transformers' prefix for the number of an unnamed class
+_STD = 0.02  # standard deviation of a new head's weights, if the base's config has no initializer_range
 log = logging.getLogger("fedveil.models")
 
 
 def has_head(base: Any, kind: str, classes: Sequence[str], name: str) -> bool:
-    """Return whether the base's head is one for `classes`.
+    """Return whether the base's head is meant for `classes`.
 
     Args:
-        base: the config of the base.
-        kind: the part that the architectures with such a head have in their names.
+        base: the base's config.
+        kind: the part of an architecture's name that shows that it has such a head.
         name: task.model, for errors.
 
     Raises:
-        TaskError: the head has the same classes in another order.
+        TaskError: the head has the same classes in a different order.
     """
     if not any(kind in each for each in base.architectures or ()):
         return False
@@ -48,7 +48,7 @@ def has_head(base: Any, kind: str, classes: Sequence[str], name: str) -> bool:
         return True
     if sorted(own) == sorted(classes):
         raise TaskError(
-            f'task.class-names: expected the class names in the order of "{name}", found another order; set '
+            f'task.class-names: expected the class names in the order of "{name}", found a different order; set '
             f"{format_class_names(own)}"
         )
     log.warning(
@@ -59,18 +59,18 @@ def has_head(base: Any, kind: str, classes: Sequence[str], name: str) -> bool:
 
 
 def name_classes(base: Any, classes: Sequence[str], multi_label: bool) -> None:
-    """Set the classes of the config of a base, before it is loaded with them."""
+    """Set the classes in a base's config, before the base is loaded with it."""
     base.num_labels = len(classes)
     base.id2label, base.label2id = dict(enumerate(classes)), {each: i for i, each in enumerate(classes)}
     base.problem_type = "multi_label_classification" if multi_label else "single_label_classification"
 
 
 def complete_head(model: Any, info: Mapping[str, Any], is_kept: bool, name: str, stream: rng.RandomStream) -> list[str]:
-    """Draw the tensors of a model's head that its files lack, and return the head's modules and those that were drawn.
+    """Draw the head tensors missing from the model's files; return the modules of the head and any drawn pooler.
 
     Args:
-        info: the library's report of loading.
-        is_kept: whether the base's own head is used, as far as its files have it.
+        info: the library's loading report.
+        is_kept: whether to use the base's own head, as far as its files contain it.
         name: task.model, for errors.
 
     Raises:
@@ -98,7 +98,7 @@ def find_heads(model: Any, name: str) -> list[str]:
     if base is None or not heads:
         raise TaskError(
             f'task.model: expected a model with a classification head, found {type(model).__name__} in "{name}" '
-            f"without; {loading.NEXT}"
+            f"without one; {loading.NEXT}"
         )
     return heads
 
@@ -109,7 +109,7 @@ def _is_within(name: str, modules: Sequence[str]) -> bool:
 
 
 def _check_absent(name: str, absent: Collection[str], heads: Sequence[str]) -> None:
-    """Refuse a base that lacks more than a head and its pooler."""
+    """Raise TaskError for a base that lacks more than a head and its pooler."""
     lacking = sorted(key for key in absent if not _is_within(key, heads) and _POOLER not in key)
     if lacking:
         raise TaskError(
@@ -120,7 +120,7 @@ def _check_absent(name: str, absent: Collection[str], heads: Sequence[str]) -> N
 
 @torch.no_grad()
 def _draw(model: Any, names: Collection[str], stream: rng.RandomStream) -> None:
-    """Draw tensors by sorted name, as BERT's authors do: weights normal, biases 0, the gains of a norm 1."""
+    """Draw tensors in order of their names, initialized as in BERT: normal weights, zero biases, norm gains of 1."""
     generator = stream.torch_generator()
     std = getattr(model.config, "initializer_range", None) or _STD
     for name in sorted(names):

@@ -1,8 +1,8 @@
-"""A frozen CLIP: its text features under given contexts, and its image features.
+"""A frozen CLIP: its text features for given contexts, and its image features.
 
-A text is [SOS][context][class name].[EOS]; the context is given in the space of the token embeddings. The text tower is
-causal, so [SOS] and context are the same in the texts of all classes. They are computed once, and the names attend to
-them, in groups of equal length.
+A text is [SOS][context][class name].[EOS]; the context is given in the token embedding space. The text tower is causal,
+so [SOS] and the context have the same hidden states in the texts of all classes. They are computed once, and the names
+attend to them, in groups of equal length.
 
     hidden(name) = layer(name; keys and values of [SOS], context and name)      each group: classes x tokens, no padding
 """
@@ -35,7 +35,7 @@ PLACEHOLDER = "X"
 
 
 def load_clip(config: RunConfig, adapter: Adapter, device: torch.device, tiny_folder: Path | None) -> LoadedModel:
-    """Load the CLIP of `config.task.model` with a prompt, on `device`; the model itself is not trained.
+    """Load the CLIP model `config.task.model` with a prompt, on `device`; the model itself is not trained.
 
     Raises:
         TaskError: the model or its processor cannot be loaded completely, or is not a CLIP with a causal text tower.
@@ -64,8 +64,8 @@ class EncodedImage:
     """Features of one image from the frozen tower, and its class.
 
     Attributes:
-        points: (1, D) the image as a whole, followed by its patches if the prompt's form needs them; norm 1.
-        label: its class.
+        points: (1, D) the whole image, followed by its patches if the prompt's form needs them; norm 1.
+        label: the image's class.
     """
 
     points: Float[Tensor, "points D"]
@@ -73,16 +73,16 @@ class EncodedImage:
 
     @property
     def length(self) -> int:
-        """Return 1: all images have one size."""
+        """Return 1, because all images have the same size."""
         return 1
 
 
 @final
 class ClassTexts:
-    """The texts of a fixed list of classes, under any context.
+    """The texts for a fixed list of classes, with any context.
 
     Raises:
-        TaskError: no names, duplicate names, or a name that has no room after `length` vectors.
+        TaskError: there are no names, or duplicates, or a name does not fit after `length` vectors.
     """
 
     def __init__(self, base: LoadedModel, names: Sequence[str], length: int) -> None:
@@ -114,13 +114,13 @@ class ClassTexts:
 
     @torch.no_grad()
     def written(self, text: str) -> Float[Tensor, "b d"]:
-        """Return the context of a text: the embeddings of its tokens."""
+        """Return the context for a text: the embeddings of its tokens."""
         ids = torch.tensor(self._tokens(text), device=self._device)
         embeddings: Tensor = self._model.text_model.embeddings.token_embedding(ids)
         return embeddings.float()
 
     def features(self, contexts: Float[Tensor, "prompts b d"]) -> Float[Tensor, "prompts classes D"]:
-        """Return features of norm 1, fp32. Differentiable in the contexts, also by torch.func."""
+        """Return unit-norm fp32 features. They are differentiable in the contexts, also by torch.func."""
         tower = self._model.text_model
         token, position = tower.embeddings.token_embedding, tower.embeddings.position_embedding.weight
         prompts, before = contexts.shape[0], 1 + contexts.shape[1]
@@ -138,10 +138,11 @@ class ClassTexts:
 def class_features(
     folder: Path, model: Any, tokenizer: Any, names: Sequence[str]
 ) -> Float[Tensor, "prompts classes D"]:
-    """Return the texts of classes under the prompt that a run wrote to `folder`, its final/, each of norm 1.
+    """Return the class texts' features of norm 1, for the prompt that a run wrote to `folder`, its final/ folder.
 
-    For an image f of norm 1 by the same model: `model.logit_scale.exp() * f @ class_features(...)[0].T`. A prompt of
-    the form "transport" has two texts per class; see `fedveil.adapters.prompt_tensors.class_similarities`.
+    The logits for an image with features f of norm 1, from the same model, are
+    `model.logit_scale.exp() * f @ class_features(...)[0].T`. A prompt of the form "transport" has two texts per class;
+    see `fedveil.adapters.prompt_tensors.class_similarities`.
 
     Raises:
         StateError, ConfigError: like `load.load_adapter`; also an adapter that is not a prompt.
@@ -158,9 +159,9 @@ def class_features(
 def _through(
     layer: Any, first: Float[Tensor, "prompts m d"], names: list[Tensor]
 ) -> tuple[Float[Tensor, "prompts m d"], list[Tensor]]:
-    """Apply one layer of the text tower to [SOS] and context, which attend to themselves, and to groups of names.
+    """Apply one text-tower layer to [SOS] and context, which attend only to themselves, and to the groups of names.
 
-    A group is (prompts, classes, n, d).
+    Each group has shape (prompts, classes, n, d).
     """
     attention = layer.self_attn
 
@@ -188,7 +189,7 @@ def _through(
 
 @torch.no_grad()
 def encode_images(base: LoadedModel, pictures: Sequence[Any], patches: bool) -> Float[Tensor, "rows points D"]:
-    """Return features of norm 1, fp32, on the CPU, of each whole image; with `patches`, its patches follow."""
+    """Return each whole image's features: norm 1, fp32, on the CPU; with `patches`, its patches' features follow."""
     model = base.model
     with quiet_libraries():
         pixels = base.processor.image_processor(images=list(pictures), return_tensors="pt")["pixel_values"]

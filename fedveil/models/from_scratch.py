@@ -1,4 +1,4 @@
-"""Image models that start from scratch: from a configuration without weights, drawn from a named stream."""
+"""Image models trained from scratch: built from a config without weights, and drawn from a named stream."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.js
 
 
 def model_config_of(where: str, is_local: bool, config: RunConfig, tiny_vit: Mapping[str, int]) -> Any:
-    """Return the config of a model without weights: "tiny", with the sizes `tiny_vit`, or a folder's; else None.
+    """Return the config of a model without weights: "tiny" with the sizes `tiny_vit`, or a folder's; otherwise None.
 
     Raises:
-        TaskError: a folder without weights that must have some.
+        TaskError: the folder has no weights, and task.from-scratch is not set.
     """
     from transformers import AutoConfig, ViTConfig
 

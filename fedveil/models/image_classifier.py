@@ -27,16 +27,16 @@ def load_image_classifier(
 ) -> LoadedModel:
     """Load the image classification model `config.task.model` with `adapter` attached, on `device`.
 
-    "tiny", a ViT with the sizes `tiny_vit`, and under task.from-scratch a folder with config.json but no weights, start
-    from scratch with task.num-classes classes: under an adapter the frozen weights are drawn from a public stream of
-    run.seed, so that all sites have the same. So is the head of a model with weights but without one for
-    task.class-names; see `classification_head`. Linear layers of a new head are trained even where the adapter's
-    targets do not include them.
+    Two kinds of models start from scratch with task.num-classes classes: "tiny", a ViT with the sizes `tiny_vit`, and
+    with task.from-scratch, a folder that has config.json but no weights. If such a model gets an adapter, its frozen
+    weights are drawn from a public stream of run.seed, so they are the same at all sites. The head is drawn in the same
+    way if a model with weights has none for task.class-names; see `classification_head`. The linear layers of a new
+    head are trained even if the adapter's targets do not include them.
 
     Raises:
-        TaskError: a model of a different kind, an incomplete one, one that cannot start from scratch, or one with the
-            run's classes in another order.
-        ConfigError: the adapter fits no layer of it, or a quantized base without weights.
+        TaskError: the model is of a different kind, is incomplete, cannot start from scratch, or has the run's classes
+            in a different order.
+        ConfigError: the adapter fits none of its layers, or a model without weights is to be quantized.
     """
     name, heads = config.task.model, list[str]()
     with quiet_libraries():
@@ -74,7 +74,7 @@ def load_image_classifier(
 def _load(
     config: RunConfig, adapter: Adapter, device: torch.device, where: str, is_local: bool
 ) -> tuple[Any, list[str]]:
-    """Return a model with weights, and the modules of its new head; none if it has its own."""
+    """Return a model with weights, and the modules of its new head; no modules if its own head is used."""
     from transformers import AutoConfig, AutoModelForImageClassification
 
     name, classes = config.task.model, config.task.class_list
@@ -104,7 +104,7 @@ def _load(
 
 
 def _check_bare(model: Any, config: RunConfig) -> None:
-    """Refuse what cannot start from scratch."""
+    """Raise an error for a model that cannot start from scratch."""
     if config.train.quantized_base != "none":
         raise ConfigError(
             f'train.quantized-base: expected "none" with a model without weights, found '

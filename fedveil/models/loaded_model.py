@@ -13,7 +13,7 @@ from fedveil.contract.param_spec import ParamLocation, Weights
 from fedveil.errors import TaskError
 from fedveil.rng import RandomStream
 
-_ALIGNED = 64  # bytes, torch's own alignment: kernels may sum in another order otherwise
+_ALIGNED = 64  # bytes; torch's own alignment: otherwise kernels may sum in a different order
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,16 @@ class LoadedModel:
             only `trained` requires gradients.
         tokenizer: has an end token. None for an image classifier.
         trained: the adapter's parameters by their canonical names, fp32, in the model's order.
-        end_tokens: the tokens at which the base ends a text: the tokenizer's end token, and those of its generation
-            config.
-        context: longest sequence of tokens; None if the model sets no limit.
-        processor: for a vision model, the object that converts images (and text) to its inputs. None if a model has
-            none.
-        image_token: for a vision model, the token id that stands for a part of an image.
+        end_tokens: the tokens that end a text: the tokenizer's end token, and those in the base's generation config.
+        context: maximum sequence length in tokens; None if the model sets no limit.
+        processor: for a vision model, the object that converts images (and text) to its inputs; otherwise None.
+        image_token: for a vision model, the token ID that stands for a part of an image.
         places: for a language model whose own tensors are trained, their locations in it.
         draw: for a model without weights, the function that draws all its parameters from a stream.
-        heads: modules that lack weights in the files of the base, or that belong only to the task, such as a
-            classifier's head. Exported adapters contain them whole.
-        is_causal: for a classifier of texts, whether a token reads only the tokens before it.
-        lent: names of trained parameters that are temporarily the caller's tensors and must not be written
-            to.
+        heads: modules with no weights in the base's files, or that belong only to the task, such as a classification
+            head. Exported adapters contain them in full.
+        is_causal: for a text classifier, whether each token attends only to the tokens before it.
+        lent: names of trained parameters that are temporarily the caller's tensors and must not be written to.
     """
 
     model: Any
@@ -57,7 +54,7 @@ class LoadedModel:
         """Copy `weights` into the trained parameters.
 
         Raises:
-            TaskError: a tensor is missing, unknown or has another shape; then nothing was copied.
+            TaskError: a tensor is missing or unknown, or has the wrong shape; in that case nothing has been copied.
         """
         self._check_names(weights)
         absent = {name: p for name, p in self.trained.items() if name in self.lent or _is_absent(p)}
@@ -73,9 +70,9 @@ class LoadedModel:
                     parameter.copy_(weights[name])
 
     def lend(self, weights: Weights) -> None:
-        """Use `weights` as the trained parameters, read-only until others are loaded or they are dropped.
+        """Use `weights` as the trained parameters, read-only until other weights are loaded or they are dropped.
 
-        Tensors that are not on the device, fp32 and aligned are copied. Raises TaskError like `put`.
+        Tensors that are not on the device, in fp32 and aligned are copied. Raises TaskError like `put`.
         """
         self._check_names(weights)
         tensors = {name: self._fitting(weights, name).detach() for name in self.trained}
@@ -85,13 +82,13 @@ class LoadedModel:
         self.lent.update(self.trained)
 
     def take(self) -> dict[str, Tensor]:
-        """Return the trained tensors, now owned by the caller: the model has none until others are loaded."""
+        """Hand the trained tensors over to the caller; the model has none until others are loaded."""
         tensors = {name: parameter.detach() for name, parameter in self.trained.items()}
         self.drop()
         return tensors
 
     def drop(self) -> None:
-        """Free the trained parameters: until others are loaded, every entry is NaN, in one entry's memory."""
+        """Free the trained parameters: until others are loaded, all entries are NaN and share one entry's memory."""
         for parameter in self.trained.values():
             parameter.data = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(
                 parameter.shape

@@ -29,20 +29,20 @@ __all__ = [
     "pick_device",
 ]
 
-NEXT = 'give "tiny", a folder made with save_pretrained, or a Hub ID that this machine can reach or has cached'
+NEXT = 'use "tiny", a folder written by save_pretrained, or a Hub ID that this machine can reach or has cached'
 GENERATION = "generation_config.json"
-SHORTEST = 8  # tokens, the least that task.max-tokens may be
+SHORTEST = 8  # tokens; the minimum for task.max-tokens
 _CONFIG_BYTES = 1 << 20
 
 
 def find_model(name: str, tiny_folder: Path | None) -> tuple[str, bool]:
-    """Return where `task.model` is, a folder or a Hub id, and whether it is a folder. This does not ask the Hub.
+    """Return the location of `task.model`, a folder or a Hub ID, and whether it is a folder. The Hub is not queried.
 
-    "tiny" is `tiny_folder`, the task's own. Without that folder "tiny" is returned unchanged: the task builds that
-    model in code, or refuses it.
+    "tiny" stands for `tiny_folder`, the task's own base. Without that folder, "tiny" is returned unchanged: the task
+    builds that model in code, or refuses it.
 
     Raises:
-        TaskError: a path has no folder with a model.
+        TaskError: the path does not lead to a folder with a model.
     """
     if name == "tiny":
         return str(tiny_folder or name), True
@@ -61,7 +61,7 @@ def find_model(name: str, tiny_folder: Path | None) -> tuple[str, bool]:
 
 
 def check_context(config: RunConfig, adapter: Adapter, tiny_folder: Path | None) -> None:
-    """Check that a local base has room for task.max-tokens and a generated text, by its config.json. Loads nothing.
+    """Check, from its config.json alone, that a local base has room for task.max-tokens and a generated text.
 
     Raises:
         ConfigError: the base's context is too short.
@@ -75,7 +75,7 @@ def check_context(config: RunConfig, adapter: Adapter, tiny_folder: Path | None)
             content = json.loads(file.read(_CONFIG_BYTES))
         content = content.get("text_config") or content
         named = [content.get(key) for key in ("max_position_embeddings", "n_positions")]
-    except (OSError, ValueError, RecursionError, AttributeError):  # loading it reports what is wrong with it
+    except (OSError, ValueError, RecursionError, AttributeError):  # loading the base will report the problem
         return
     if numbers := [number for number in named if type(number) is int]:
         _fitting(max(numbers), config, adapter)
@@ -90,7 +90,7 @@ def pick_device(device: str) -> torch.device:
     if not there:
         raise ConfigError(
             f'device: expected "auto", "cpu" or one of {torch.cuda.device_count()} CUDA devices, found "{device}"; '
-            'set it to "auto" to use what the machine has'
+            'set it to "auto" to use a GPU if the machine has one'
         )
     return torch.device(device)
 
@@ -98,7 +98,7 @@ def pick_device(device: str) -> torch.device:
 def load_causal(config: RunConfig, adapter: Adapter, device: torch.device, tiny_folder: Path | None) -> LoadedModel:
     """Load the causal language model `config.task.model` on `device`, with `adapter` attached.
 
-    A frozen base is in bf16 with `train.precision = bf16`, or quantized; trained weights are fp32.
+    A frozen base is in bf16 if `train.precision = bf16`, and may be quantized; trained weights are fp32.
 
     Raises:
         TaskError: the base or its tokenizer cannot be loaded completely.
@@ -119,13 +119,13 @@ def load_causal(config: RunConfig, adapter: Adapter, device: torch.device, tiny_
 
 
 def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device, tiny_folder: Path | None) -> LoadedModel:
-    """Load the image-text-to-text model `config.task.model`; the adapter is on its language model, all else is frozen.
+    """Load the image-text-to-text model `config.task.model`; its language model gets the adapter, the rest is frozen.
 
-    Names of trained tensors are those inside the language model. Precision is as in `load_causal`.
+    Trained tensors are named relative to the language model. Precision is as in `load_causal`.
 
     Raises:
-        TaskError: like `load_causal`; a model of a different kind, or a processor without image processor or chat
-            template.
+        TaskError: like `load_causal`; also a model of a different kind, or a processor without an image processor or
+            chat template.
         ConfigError: like `load_causal`.
     """
     name = config.task.model
@@ -145,7 +145,7 @@ def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device, tiny_
         language = getattr(model.base_model, "language_model", None)
         if language is None:
             raise TaskError(
-                f"task.model: expected a model made of vision tower and language model, found {type(model).__name__} "
+                f"task.model: expected a vision tower with a language model, found {type(model).__name__} "
                 f'in "{name}"; {NEXT}'
             )
         base_files.check_loaded_base(name, model, processor.tokenizer, adapter.trains_base)
@@ -161,12 +161,12 @@ def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device, tiny_
 def load_without_weights(
     config: RunConfig, adapter: Adapter, tiny_folder: Path | None, model_of: Any, processor_of: Any
 ) -> LoadedModel:
-    """Load the local base `config.task.model` as it prepares texts: its processor and a model without weights.
+    """Load only what the local base `config.task.model` needs to prepare texts: its processor, and no weights.
 
     Args:
-        model_of, processor_of: transformers' own classes of model and processor, or tokenizer.
+        model_of, processor_of: transformers' own classes for the model and the processor or tokenizer.
 
-    Raises TaskError or ConfigError as `load_causal` does, for what can be seen without weights.
+    Raises TaskError or ConfigError like `load_causal`, for problems that can be detected without weights.
     """
     from transformers import AutoConfig
 
@@ -186,7 +186,7 @@ def load_without_weights(
 
 
 def library_arguments(is_local: bool) -> dict[str, bool]:
-    """Return the arguments for loading any model or processor: no code from its folder ever runs."""
+    """Return the arguments for loading any model or processor; they ensure that no code from its folder runs."""
     return {"local_files_only": is_local, "trust_remote_code": False}
 
 
@@ -199,7 +199,7 @@ def load_model(
     processor_of: Any,
     kind: str,
 ) -> tuple[Any, Any]:
-    """Load model and processor (or tokenizer) from the result of `find_model`, with transformers' own classes.
+    """Load a model and its processor (or tokenizer) from the result of `find_model`, using transformers' own classes.
 
     Raises:
         TaskError: they cannot be loaded completely; the message says that `kind` was expected.
@@ -229,13 +229,13 @@ def load_model(
 
 
 def _end_tokens(name: str, found: tuple[str, bool], tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokenizer's end token, then the other end tokens of the base's generation_config.json.
+    """Return the tokenizer's end token, then the other end tokens in the base's generation_config.json.
 
-    Without this file transformers would take the end token of config.json, which often is its class's default and an
-    ordinary token of the base.
+    Without this file, transformers would use the end token in config.json, which is often just the class default and
+    an ordinary token of the base.
 
     Raises:
-        TaskError: the file is not valid, or its end tokens are no tokens.
+        TaskError: the file is invalid, or its end tokens are not valid token IDs.
     """
     from transformers import GenerationConfig
 
@@ -246,7 +246,7 @@ def _end_tokens(name: str, found: tuple[str, bool], tokenizer: Any) -> tuple[int
         given = GenerationConfig.from_pretrained(where, local_files_only=is_local).eos_token_id
     except Exception as error:  # the library raises OSError, ValueError, TypeError, ...
         if isinstance(error, OSError) and not is_local:
-            return (own,)  # on the Hub most bases have none
+            return (own,)  # most bases on the Hub have no such file
         raise TaskError(f'task.model: cannot read {GENERATION} of "{name}" ({first_line(error)}); {NEXT}') from None
     ends = given if isinstance(given, list) else [] if given is None else [given]
     if wrong := [end for end in ends if type(end) is not int or not 0 <= end < len(tokenizer)]:
@@ -278,14 +278,14 @@ def _fitting(context: int, config: RunConfig, adapter: Adapter) -> int:
 
 
 def prepare_model(model: Any, config: RunConfig, device: torch.device) -> Any:
-    """Move a model to its device, in eval mode and without its own sampling defaults."""
+    """Move a model to its device, switch it to eval mode, and remove its own sampling defaults."""
     if model.can_generate():
         model.generation_config = type(model.generation_config)()
     model = (model.to(device) if config.train.quantized_base == "none" else model).eval()
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
-            # In eval mode bitsandbytes repacks the base on some CPUs: lossy, and only for widths that are multiples of
-            # 64.
+            # In eval mode, bitsandbytes repacks the base on some CPUs; this is lossy and supports only widths that are
+            # multiples of 64.
             module.training = True
     return model
 
@@ -307,7 +307,7 @@ def precision_arguments(config: RunConfig, adapter: Adapter, device: torch.devic
 
 
 def check_whole(name: str, info: Mapping[str, Any]) -> None:
-    """Refuse missing tensors, which the library would fill with random values after a mere warning."""
+    """Raise TaskError for missing tensors, which the library would fill with random values after a mere warning."""
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:
         raise TaskError(

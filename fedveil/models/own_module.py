@@ -1,10 +1,10 @@
-"""The file of an own model: find it, check its text, run it.
+"""A user's own model file: find it, check its source, run it.
 
-A run names the file by `task.module`. It is `fedveil/own/<name>.py` of the app, so the bundle's digest covers it. In
-one process `LocalFederation` registers a file from anywhere.
+A run names the file in `task.module`. It is `fedveil/own/<name>.py` in the app, so the bundle's digest covers it. For a
+run in one process, `LocalFederation` accepts a file from anywhere.
 
-The check of the text finds mistakes and says what a file may use. It is no sandbox: code that may call torch can do
-anything. A site pins the file's digest in its policy, or the digest of the whole bundle.
+The source check finds mistakes and tells the author what a file may use. It is not a sandbox: code that may call torch
+can do anything. A site pins the file's digest in its policy, or the digest of the whole bundle.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class OwnModule:
 
     Attributes:
         name: its name in the run config.
-        text: its text, as it runs here.
-        functions: its functions by name; an optional one may be absent.
-        better: which direction of each score of `metrics` is better.
-        independent_rows: whether the author says that dataset() makes each row from that row alone.
-        lora_targets: names of the layers for low-rank pairs; empty = all linear layers.
+        text: its source, as it runs here.
+        functions: its functions by name; optional ones may be absent.
+        better: for each score from `metrics`, whether higher or lower is better.
+        independent_rows: whether the author declares that dataset() computes each row from that row alone.
+        lora_targets: names of the layers that get low-rank pairs; empty = all linear layers.
     """
 
     name: str
@@ -74,15 +74,15 @@ class OwnModule:
 
 
 def module_digest(content: bytes) -> str:
-    """Return the form in which orders and policies name a file."""
+    """Return the digest by which instructions and policies identify a file."""
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 def with_own_task(settings: Mapping[str, object], trains_base: bool = True) -> dict[str, object]:
-    """Return the settings of a run with a task.module, completed: the task's name, and all weights as its adapter.
+    """Return a run's settings; with a task.module, add the task's name, and all weights as the adapter.
 
-    A path as task.module is registered for this process and replaced by the file's name. Settings without a
-    task.module, and keys that are set, stay as they are. `trains_base`: whether the method accepts all weights.
+    If task.module is a path, it is registered for this process and replaced by the file's name. Keys that are set, and
+    settings without a task.module, do not change. `trains_base`: whether the method accepts all weights.
     """
     completed = dict(settings)
     module = str(completed.get("task.module", ""))
@@ -98,9 +98,9 @@ def with_own_task(settings: Mapping[str, object], trains_base: bool = True) -> d
 
 
 def register_file(file: Path) -> str:
-    """Let this process find `file` by its name, which is returned. Raises ConfigError for a missing file."""
+    """Register `file` so that this process finds it by its name; return the name. Raises ConfigError if missing."""
     if not file.is_file():
-        raise ConfigError(f'task.module: expected a Python file, found none at "{file}"; name the model\'s file')
+        raise ConfigError(f'task.module: expected a Python file, found none at "{file}"; set it to the model\'s file')
     _REGISTERED[file.stem] = file.resolve()
     return file.stem
 
@@ -118,7 +118,7 @@ def find_module(name: str) -> Path:
 
 
 def score_directions(name: str) -> Metrics:
-    """Return the scores that a file names in `better`, read from its text without running it, and the loss."""
+    """Return the loss and the scores in a file's `better`, read from its source without running it."""
     file = find_module(name)
     directions = _literals(_parsed(read_text(file), file.name)).get("better", {})
     return {"loss": TaskMetric("lower")} | {
@@ -140,7 +140,7 @@ def load_module(config: RunConfig) -> OwnModule:
     literals = _literals(tree)
     better = _checked_better(literals.get("better", {}), file.name)
     module = types.ModuleType(f"fedveil_own_{config.task.module}")
-    # The file's lines, for messages, also after the file has changed.
+    # Keep the file's lines for tracebacks, in case the file changes.
     linecache.cache[str(file)] = (len(text), None, text.splitlines(keepends=True), str(file))
     sys.modules[module.__name__] = module  # dataclasses and type hints look their module up
     try:
@@ -157,7 +157,7 @@ def load_module(config: RunConfig) -> OwnModule:
     targets = getattr(module, "lora_targets", ())
     if isinstance(targets, str) or not all(isinstance(each, str) for each in targets):
         raise TaskError(
-            f"task.module: expected lora_targets in {file.name} to be a list of names of layers, found "
+            f"task.module: expected lora_targets in {file.name} to be a list of layer names, found "
             f'{type(targets).__name__}; write ["name"]'
         )
     independent = getattr(module, "independent_rows", False) is True
@@ -180,19 +180,19 @@ def read_text(file: Path) -> str:
 
 
 def explain_error(error: Exception, file: str, where: str, advice: str) -> TaskError:
-    """Return the error for an exception in the file: its type and line, without its text, which may quote a row."""
+    """Return the error for an exception in the file, with its type and line but not its text, which may quote a row."""
     return TaskError(f"task.module: expected {where} to run, found {describe_error(error, file)}; {advice}")
 
 
 def describe_error(error: Exception, file: str) -> str:
-    """Return an exception's type and its last line in the file."""
+    """Return an exception's type and the last line in the file that it passed through."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
     line = next((frame.lineno for frame in frames if Path(frame.filename).name == file), None)
     return f"{type(error).__name__} in {file}, line {line}" if line else f"{type(error).__name__} in {file}"
 
 
 def check_text(tree: ast.Module, file: str) -> None:
-    """Raise TaskError, with the line, for a statement that a file of an own model must not have."""
+    """Raise TaskError, with the line number, for a statement that an own model's file must not contain."""
     for node in ast.walk(tree):
         for found in _barred(node):
             raise TaskError(
@@ -249,7 +249,7 @@ def _check_functions(functions: Mapping[str, Callable[..., Any]], file: str) -> 
         if len(found) != len(parameters):
             raise TaskError(
                 f"task.module: expected {shown} in {file}, found {name}({', '.join(found)}); give it these parameters, "
-                "and base where it needs task.model"
+                "and add base if it needs task.model"
             )
 
 
@@ -259,19 +259,19 @@ def _parsed(text: str, file: str) -> ast.Module:
     except (SyntaxError, ValueError, RecursionError) as error:
         line = getattr(error, "lineno", None)
         raise TaskError(
-            f"task.module: expected Python in {file}, found {type(error).__name__} in line {line}; correct it"
+            f"task.module: expected Python in {file}, found {type(error).__name__} on line {line}; correct it"
         ) from error
 
 
 def _literals(tree: ast.Module) -> dict[str, Any]:
-    """Return the names that the file assigns a literal at its top."""
+    """Return the names to which the file assigns a literal at module level."""
     found: dict[str, Any] = {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             try:
                 found[node.targets[0].id] = ast.literal_eval(node.value)
             except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-                continue  # another expression, whose value only a run of the file has
+                continue  # not a literal: its value is known only when the file runs
     return found
 
 
@@ -279,7 +279,7 @@ def _checked_better(value: object, file: str) -> dict[str, Literal["higher", "lo
     fits = isinstance(value, dict) and all(isinstance(k, str) and v in ("higher", "lower") for k, v in value.items())
     if not fits or "loss" in value:  # type: ignore[operator]
         raise TaskError(
-            f'task.module: expected better in {file} as {{"score": "higher"}} or "lower" for each score, without the '
-            "loss, found a different value; write it as a literal"
+            f'task.module: expected better in {file} to map each score except the loss to "higher" or "lower", found '
+            'a different value; write it as a literal, such as {"score": "higher"}'
         )
     return dict(value)  # type: ignore[call-overload,no-any-return]

@@ -1,11 +1,11 @@
-"""Build the network of an own model's file: seeded, checked, and with its trained tensors named.
+"""Build the network defined in an own model's file: seeded, checked, and with named trained tensors.
 
 | tensors | trained | sent |
 |---|---|---|
 | all weights: parameters with requires_grad | yes | yes |
 | float buffers of the state_dict, under all weights and task.buffers = "averaged" | by a step's forward pass | yes |
-| the same, "initial"; all buffers under low-rank pairs | no; batch normalization stays in eval mode | no |
-| integer, bool and non-persistent buffers, frozen parameters | no; each turn begins with those of model() | no |
+| the same buffers under "initial"; all buffers under low-rank pairs | no; batch normalization stays in eval mode | no |
+| integer, bool and non-persistent buffers; frozen parameters | no; every client round starts from model()'s | no |
 | low-rank pairs | yes | yes |
 """
 
@@ -31,9 +31,9 @@ from fedveil.models.own_module import OwnModule, explain_error
 
 __all__ = ["build_network", "load_network", "norm_layers", "seeded_generators", "untracked_buffers"]
 
-_COMPARED_ENTRIES = 20_000_000  # a larger model is built once only
+_COMPARED_ENTRIES = 20_000_000  # a larger model is built only once
 _ROOT = "model"
-_NO_MEMORY = ("allocate memory", "calculation overflowed", "not enough memory")  # texts of torch
+_NO_MEMORY = ("allocate memory", "calculation overflowed", "not enough memory")  # from torch's error messages
 _NORMS = (nn.modules.batchnorm._NormBase,)
 
 
@@ -54,10 +54,10 @@ def seeded_generators(seed: int, device: torch.device | None = None) -> Iterator
 
 
 def build_network(module: OwnModule, config: RunConfig) -> nn.Module:
-    """Return the network of model(), as its author returns it, from generators seeded by run.seed.
+    """Return the network from model(), unchanged, with the global generators seeded by run.seed.
 
     Raises:
-        TaskError: model() fails, or returns something else than a network on the CPU.
+        TaskError: model() fails, or returns something other than a network on the CPU.
     """
     file, arguments = f"{module.name}.py", {"base": config.task.model} if module.needs_base("model") else {}
     try:
@@ -66,8 +66,8 @@ def build_network(module: OwnModule, config: RunConfig) -> nn.Module:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, MemoryError) or any(each in str(error) for each in _NO_MEMORY):
             raise TaskError(
-                "task.module: expected a model that fits this machine's memory, found none; make it smaller, or train "
-                "LoRA on a base in bf16"
+                "task.module: expected a model that fits in this machine's memory, found a larger one; make it "
+                "smaller, or train LoRA on a base in bf16"
             ) from error
         raise explain_error(error, file, "model()", "correct it") from error
     except Exception as error:
@@ -90,8 +90,8 @@ def load_network(module: OwnModule, config: RunConfig, adapter: Adapter, device:
     """Return the network with its adapter, on the device and in eval mode.
 
     Raises:
-        ConfigError: the network has no place for the adapter.
-        TaskError: like `build_network`, or model() gives other tensors in a second call.
+        ConfigError: the adapter fits no layer of the network.
+        TaskError: like `build_network`, or a second call of model() returns different tensors.
     """
     network = build_network(module, config)
     if sum(p.numel() for p in network.parameters()) <= _COMPARED_ENTRIES:
@@ -105,22 +105,22 @@ def load_network(module: OwnModule, config: RunConfig, adapter: Adapter, device:
         network, trained = _with_pairs(network, module, adapter)
     if not any(tensor.requires_grad for tensor in trained.values()):
         raise TaskError(
-            "task.module: expected model() to have weights that require gradients, found none; leave out "
-            "requires_grad_(False) for those to train"
+            "task.module: expected model() to have weights that require gradients, found none; do not call "
+            "requires_grad_(False) on the weights to train"
         )
-    network.to(device)  # parameters and buffers in a network keep their identity only if it is there already
+    network.to(device)  # this may replace buffer objects, unless the network is on the device already
     if device.type != "cpu":
         trained = _named_again(network, trained)
     return LoadedModel(network, None, trained, None)  # type: ignore[arg-type]  # buffers beside parameters
 
 
 def norm_layers(network: nn.Module) -> list[str]:
-    """Return the names of layers that normalize by statistics of a batch."""
+    """Return the names of the layers that normalize with batch statistics."""
     return [name for name, layer in network.named_modules() if isinstance(layer, _NORMS)]
 
 
 def untracked_buffers(loaded: LoadedModel) -> list[Tensor]:
-    """Return the buffers that are not exchanged, so that each turn begins with those of model()."""
+    """Return the buffers that are not exchanged; every client round starts from model()'s values for them."""
     exchanged = {id(tensor) for tensor in loaded.trained.values()}
     return [buffer for buffer in loaded.model.buffers() if id(buffer) not in exchanged]
 
@@ -131,13 +131,13 @@ def _float_buffers(network: nn.Module) -> dict[str, Tensor]:
 
 
 def _named_again(network: nn.Module, trained: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of these names after the network moved, when its buffers are new objects."""
+    """Return the tensors with these names after the network was moved, which may have replaced its buffers."""
     now = dict(network.named_buffers())
     return {name: now.get(name, tensor) for name, tensor in trained.items()}
 
 
 def _with_pairs(network: nn.Module, module: OwnModule, adapter: Adapter) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Attach low-rank pairs. A network that is itself one layer gets a parent, which PEFT needs."""
+    """Attach low-rank pairs. A network that is itself a single layer gets a parent module, because PEFT needs one."""
     from transformers.pytorch_utils import Conv1D
 
     network.requires_grad_(False)
@@ -163,8 +163,8 @@ def _require_repeatable(first: nn.Module, second: nn.Module) -> None:
         if name not in ours or name not in again or not _is_equal(ours[name], again[name]):
             raise TaskError(
                 f"task.module: expected model() to give the same tensors each time, found {name} different in a second "
-                "call; draw with torch's global generator, which FedVeil seeds from run.seed, and set no seed of your "
-                "own"
+                "call; draw from torch's global generator, which FedVeil seeds with run.seed, and do not set a seed "
+                "yourself"
             )
 
 

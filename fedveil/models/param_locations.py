@@ -11,10 +11,10 @@ from fedveil.contract.param_spec import ParamLocation
 
 
 def param_locations(model: Any, trained: Mapping[str, nn.Parameter]) -> dict[str, ParamLocation]:
-    """Return the location of every tensor of `trained` that is one of the model's own and has a location.
+    """Return the location of each tensor in `trained` that belongs to one of the model's embeddings or linear layers.
 
-    Linear layers are nn.Linear (weight out x in) and GPT-2's Conv1D (in x out), except the output head. One closes its
-    attention or MLP block if it is the last linear layer that its parent holds directly and is as wide as the
+    Linear layers are nn.Linear (weight out x in) and GPT-2's Conv1D (in x out), except the output head. A linear layer
+    closes its attention or MLP block if it is its parent's last direct linear child and its output is as wide as the
     embedding. Layers that share parameters have one location, that of the first name.
     """
     from transformers.pytorch_utils import Conv1D

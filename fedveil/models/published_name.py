@@ -1,4 +1,4 @@
-"""The public name of a base, for files that leave this machine: its Hub id or a name, never a path.
+"""The public name of a base, for files that leave this machine: its Hub ID or a plain name, never a path.
 
 It imports neither torch nor transformers.
 """
@@ -9,19 +9,23 @@ import os
 import re
 from pathlib import Path
 
-_SHARED_BASES = {"text-classification": "text-generation", "preference": "text-generation"}
+_SHARED_BASES = {  # tasks without a small base of their own
+    "preference": "text-generation",
+    "text-classification": "text-generation",
+    "token-classification": "text-generation",
+}
 _ON_THE_HUB = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 
 
 def is_on_the_hub(model: str) -> bool:
-    """Return whether a base has a Hub name, "owner/name", and is no folder here: a path would reveal more."""
+    """Return whether a base has a Hub name, "owner/name", and is not a local folder, whose path would reveal more."""
     return bool(_ON_THE_HUB.fullmatch(model)) and not Path(model).expanduser().exists()
 
 
 def published_name(model: str, task: str) -> str:
-    """Return the publishable form of `task.model`: a Hub id unchanged, the last part of a path.
+    """Return the publishable form of `task.model`: a Hub ID unchanged, or the last part of a path.
 
-    "tiny" becomes "fedveil/tiny-<task>": not a Hub id, but a name that identifies its owner.
+    "tiny" becomes "fedveil/tiny-<task>": not a Hub ID, but a name that identifies its owner.
     """
     if model == "tiny":
         return bundled_name(task)
@@ -31,7 +35,7 @@ def published_name(model: str, task: str) -> str:
 
 
 def bundled_task(task: str) -> str:
-    """Return the task whose small base a task uses: its own, unless it shares another's."""
+    """Return the task whose small base this task uses: its own, unless it shares another task's."""
     return _SHARED_BASES.get(task, task)
 
 

@@ -1,9 +1,10 @@
-"""Load a sequence classification model, whose head may be drawn from the run's seed; see `classification_head`."""
+"""Load a classifier of texts or of tokens, whose head may be drawn from the run's seed; see `classification_head`."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,54 @@ from fedveil.models.library_logging import first_line, quiet_libraries
 from fedveil.models.loaded_model import LoadedModel
 from fedveil.models.param_locations import param_locations
 
-__all__ = ["load_sequence_classifier"]
+__all__ = ["OF_TEXTS", "OF_TOKENS", "ClassifierKind", "load_sequence_classifier"]
 
-_ROUNDING = 1e-2  # relative to the largest value: above that of bf16, and below the effect of another token
+_ROUNDING = 1e-2  # relative to the largest value: above bf16 rounding, and below the effect of another token
+
+
+@dataclass(frozen=True)
+class ClassifierKind:
+    """A kind of classifier: of texts or of tokens.
+
+    Attributes:
+        auto_class: the transformers class that loads these models.
+        head: the part that the architectures with this head have in their names.
+        words: the words for such a model in an error.
+    """
+
+    auto_class: str
+    head: str
+    words: str
+
+    @property
+    def loader(self) -> Any:
+        """Return transformers' class that loads such models."""
+        import transformers
+
+        return getattr(transformers, self.auto_class)
+
+
+OF_TEXTS = ClassifierKind(
+    "AutoModelForSequenceClassification", "ForSequenceClassification", "a sequence classification model"
+)
+OF_TOKENS = ClassifierKind("AutoModelForTokenClassification", "ForTokenClassification", "a token classification model")
 
 
 def load_sequence_classifier(
-    config: RunConfig, adapter: Adapter, device: torch.device, tiny_folder: Path | None, classes: Sequence[str]
+    config: RunConfig,
+    adapter: Adapter,
+    device: torch.device,
+    tiny_folder: Path | None,
+    classes: Sequence[str],
+    kind: ClassifierKind = OF_TEXTS,
 ) -> LoadedModel:
-    """Load the base `config.task.model` as a classifier of texts into `classes`, with `adapter` attached, on `device`.
+    """Load the base `config.task.model` as a classifier into `classes`, with `adapter` attached, on `device`.
 
-    Linear layers of the head are trained even where the adapter's targets do not include them.
+    Linear layers of the head are trained even if the adapter's targets do not include them.
 
     Raises:
-        TaskError: the base cannot be loaded completely apart from its head, has the classes in another order, or
-            gives other logits for a text that is padded on the right.
+        TaskError: the base, apart from its head, cannot be loaded completely; it has the classes in a different order;
+            or its logits change if a text is padded on the right.
         ConfigError: the adapter fits no layer of the base, or the base does not support task.max-tokens.
     """
     name, found = config.task.model, loading.find_model(config.task.model, tiny_folder)
@@ -42,7 +76,7 @@ def load_sequence_classifier(
             f"task.model: expected the folder of the tiny base of text generation, found none; {bundled.HOW_TO_GET_IT}"
         )
     with quiet_libraries():
-        model, tokenizer, info, is_kept = _load(config, adapter, device, found, classes)
+        model, tokenizer, info, is_kept = _load(config, adapter, device, found, classes, kind)
         stream = rng.initial_stream(config.run.seed, "classification head")
         heads = classification_head.complete_head(model, info, is_kept, name, stream)
         base_files.check_loaded_base(name, model, tokenizer, adapter.trains_base)
@@ -55,29 +89,33 @@ def load_sequence_classifier(
 
 
 def _load(
-    config: RunConfig, adapter: Adapter, device: torch.device, found: tuple[str, bool], classes: Sequence[str]
+    config: RunConfig,
+    adapter: Adapter,
+    device: torch.device,
+    found: tuple[str, bool],
+    classes: Sequence[str],
+    kind: ClassifierKind,
 ) -> tuple[Any, Any, dict[str, Any], bool]:
-    """Return model, tokenizer, the library's report of loading, and whether the base's own head is used."""
-    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+    """Return the model, tokenizer, the library's loading report, and whether the base's own head is used."""
+    from transformers import AutoConfig, AutoTokenizer
 
     name, (where, is_local) = config.task.model, found
     arguments = loading.library_arguments(is_local)
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **arguments)
         base = AutoConfig.from_pretrained(where, **arguments)
-        is_kept = classification_head.has_head(base, "ForSequenceClassification", classes, name)
+        is_kept = classification_head.has_head(base, kind.head, classes, name)
         classification_head.name_classes(base, classes, config.task.multi_label)
         base.pad_token_id = _padding_token(tokenizer, name)
-        model, info = AutoModelForSequenceClassification.from_pretrained(
+        model, info = kind.loader.from_pretrained(
             where, config=base, **arguments, output_loading_info=True, ignore_mismatched_sizes=True,
-            **_precision(config, adapter, device, base),
+            **_precision(config, adapter, device, base, kind),
         )  # fmt: skip
     except (TaskError, ConfigError):
         raise
     except Exception as error:  # as in `loading.load_model`
         raise TaskError(
-            f'task.model: cannot load "{name}" as a sequence classification model with its tokenizer '
-            f"({first_line(error)}); {loading.NEXT}"
+            f'task.model: cannot load "{name}" as {kind.words} with its tokenizer ({first_line(error)}); {loading.NEXT}'
         ) from None
     if getattr(base, "is_encoder_decoder", False):
         raise TaskError(
@@ -89,7 +127,7 @@ def _load(
 
 
 def _padding_token(tokenizer: Any, name: str) -> int:
-    """Return the token that fills up a batch: a decoder finds the end of a text by it."""
+    """Return the padding token, which a decoder also uses to find the end of a text."""
     token = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if token is None:
         raise TaskError(
@@ -99,14 +137,14 @@ def _padding_token(tokenizer: Any, name: str) -> int:
     return int(token)
 
 
-def _precision(config: RunConfig, adapter: Adapter, device: torch.device, base: Any) -> dict[str, Any]:
-    """Return `loading.precision_arguments`; a quantized base keeps its head, which is exported whole, as it is."""
+def _precision(
+    config: RunConfig, adapter: Adapter, device: torch.device, base: Any, kind: ClassifierKind
+) -> dict[str, Any]:
+    """Return `loading.precision_arguments`; in a quantized base, the head, which is exported, is not quantized."""
     arguments = loading.precision_arguments(config, adapter, device)
     if "quantization_config" in arguments:
-        from transformers import AutoModelForSequenceClassification
-
         with torch.device("meta"):
-            bare = AutoModelForSequenceClassification.from_config(base)
+            bare = kind.loader.from_config(base)
         arguments["quantization_config"].llm_int8_skip_modules = [
             *classification_head.find_heads(bare, config.task.model),
             "pooler",
@@ -116,7 +154,7 @@ def _precision(config: RunConfig, adapter: Adapter, device: torch.device, base: 
 
 @torch.no_grad()
 def _check_reading(model: Any, tokenizer: Any, name: str) -> bool:
-    """Return whether a token reads only those before it, as in a decoder.
+    """Return whether each token attends only to the tokens before it, as in a decoder.
 
     Raises TaskError for a model whose logits change with padding at the end of a text, such as XLNet.
     """
@@ -128,7 +166,8 @@ def _check_reading(model: Any, tokenizer: Any, name: str) -> bool:
         model(input_ids=ids[:, :k], attention_mask=mask[:, :k], output_hidden_states=True)
         for k in (len(text) - 1, len(text), ids.shape[1])
     )
-    if not _are_close(alone.logits, padded.logits):
+    of_text = padded.logits[:, : len(text)] if padded.logits.ndim == 3 else padded.logits  # of tokens, or of the text
+    if not _are_close(alone.logits, of_text):
         raise TaskError(
             "task.model: expected a model whose logits do not depend on padding at the end of a text, found "
             f'{type(model).__name__} in "{name}"; use another base'
@@ -141,7 +180,7 @@ def _are_close(a: Tensor, b: Tensor) -> bool:
 
 
 def accepted_inputs(model: Any, tokenizer: Any) -> tuple[str, ...]:
-    """Return the further inputs, besides token ids and mask, that tokenizer and model share: token types."""
+    """Return the inputs, besides token IDs and mask, that both tokenizer and model support: token types."""
     taken: Mapping[str, Any] = inspect.signature(model.forward).parameters
     return tuple(name for name in ("token_type_ids",) if name in tokenizer.model_input_names and name in taken)
 
@@ -153,7 +192,7 @@ def context_of(model: Any, tokenizer: Any, config: RunConfig) -> int | None:
     """
     text = model.config.get_text_config()
     limits = [getattr(text, "max_position_embeddings", None), getattr(text, "n_positions", None)]
-    known = [limit for limit in (*limits, tokenizer.model_max_length) if type(limit) is int and limit < 1 << 30]
+    known = [limit for limit in (*limits, tokenizer.model_max_length) if type(limit) is int and 0 < limit < 1 << 30]
     context = min(known, default=None)
     if context is not None and config.task.max_tokens > context:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Modes of training steps: recomputed activations, a compiled model, dropout of an adapter."""
+"""Modes of training steps: recomputed activations, a compiled model, and adapter dropout."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fedveil.errors import ConfigError
 def check_compile(config: RunConfig) -> None:
     """Check that train.compile is compatible with the rest of the run config.
 
-    The compiler times several versions of a kernel and keeps the fastest. Two processes may then sum in
-    different orders, so it is refused under run.deterministic.
+    The compiler times several versions of a kernel and keeps the fastest. Two processes may then sum in different
+    orders, so train.compile is refused with run.deterministic.
 
     Raises:
-        ConfigError: a quantized base, whose kernels cannot be compiled, recomputed layers, or
-            run.deterministic.
+        ConfigError: train.compile is combined with a quantized base, whose kernels cannot be compiled, with recomputed
+            layers, or with run.deterministic.
     """
     if not config.train.compile:
         return
@@ -29,15 +29,15 @@ def check_compile(config: RunConfig) -> None:
             f'train.compile: expected false with train.quantized-base = "{config.train.quantized_base}", found true; '
             "set train.compile = false, or keep the base unquantized"
         )
-    if config.train.gradient_checkpointing:  # torch 2.13 fails on the layers' checkpoints, with an internal error
+    if config.train.gradient_checkpointing:  # torch 2.13 fails on checkpointed layers with an internal error
         raise ConfigError(
             "train.compile: expected false with train.gradient-checkpointing = true, found true; torch cannot compile "
             "layers that are recomputed, so set one of the two to false"
         )
     if config.run.deterministic:
         raise ConfigError(
-            "train.compile: expected false with run.deterministic = true, found true; a compiled model does not repeat "
-            "bit for bit, so set one of the two to false"
+            "train.compile: expected false with run.deterministic = true, found true; a compiled model is not "
+            "bit-for-bit reproducible, so set one of the two to false"
         )
 
 
@@ -47,9 +47,9 @@ def compile_model(model: Any, device: torch.device) -> Any:
     Raises:
         ConfigError: this machine cannot compile for `device`.
     """
-    try:  # a trial, because only a compilation shows whether compiler, headers and Triton are there and fit together
+    try:  # only a trial shows whether the compiler, headers and Triton are installed and work together
         torch.compile(torch.square)(torch.ones(3, device=device))
-    except Exception as error:  # torch raises what the failing part of its compiler happens to raise
+    except Exception as error:  # torch passes on whatever the failing part of its compiler raises
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(
             f"train.compile: torch.compile does not work here for {device.type} ({reason}); install a C++ compiler, "
@@ -60,7 +60,7 @@ def compile_model(model: Any, device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def enable_dropout(model: Any, device: torch.device, generator: torch.Generator) -> Iterator[None]:
-    """Enable the dropout of PEFT's adapters, with draws from `generator`; restore the previous state afterwards."""
+    """Enable dropout in PEFT's adapters, drawn from `generator`; restore the previous state afterwards."""
     dropouts = [module for name, module in model.named_modules() if ".lora_dropout." in name]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(generator.initial_seed())
@@ -75,12 +75,11 @@ def enable_dropout(model: Any, device: torch.device, generator: torch.Generator)
 
 @contextlib.contextmanager
 def recompute_activations(model: Any, name: str, is_random: bool = False) -> Iterator[None]:
-    """Make each layer of `model` keep only its input and be recomputed in the backward pass.
+    """Make each layer of `model` keep only its input and recompute the rest in the backward pass.
 
-    The library does so only in training mode, so the layers get that flag, while their submodules stay in eval mode;
-    a layer's own dropout is 0 meanwhile. The flags are reset afterwards: a layer in training mode ignores the cache of
-    a
-    generation. With `is_random`, the second pass repeats the dropout of the first.
+    The library does so only in training mode, so the layers get that flag, while their submodules stay in eval mode; a
+    layer's own dropout is set to 0 meanwhile. The flags are reset afterwards, because a layer in training mode ignores
+    the cache during generation. With `is_random`, the second pass repeats the first one's dropout.
 
     Raises:
         ConfigError: the model `name` has no layers that can be recomputed.
@@ -93,9 +92,9 @@ def recompute_activations(model: Any, name: str, is_random: bool = False) -> Ite
             f"train.gradient-checkpointing: expected a model whose layers can be recomputed, found none in "
             f'"{name}" ({type(model).__name__}); set train.gradient-checkpointing = false'
         )
-    # If nothing in a layer is random, the generators' state need not be stored for the second pass.
+    # If nothing in a layer is random, the generators' state does not have to be stored for the second pass.
     how = {"use_reentrant": False, "preserve_rng_state": is_random}
-    # Newer versions of the library say "activation", and warn about the older name.
+    # Newer versions of the library use the name with "activation", and warn about the older one.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(how)
     before = [{key: value for key, value in vars(layer).items() if _drops(key, value)} for layer in layers]
@@ -106,7 +105,7 @@ def recompute_activations(model: Any, name: str, is_random: bool = False) -> Ite
                 setattr(layer, key, 0.0)
         yield
     finally:
-        model.disable_input_require_grads()  # a hook that torch.func does not support for per-example gradients
+        model.disable_input_require_grads()  # torch.func does not support this hook for per-example gradients
         for layer, dropouts in zip(layers, before, strict=True):
             layer.training = False
             for key, value in dropouts.items():

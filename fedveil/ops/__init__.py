@@ -1,1 +1,1 @@
-"""Functions on tensors: sums, masks, quantization and optimizer steps, without files, network or models."""
+"""Functions on tensors: sums, masks, quantization and optimizer steps. They use no files, network or models."""

@@ -1,18 +1,18 @@
-"""Masks from a key by ChaCha20 (RFC 8439), with the same bits on the CPU and on a GPU.
+"""Masks from a key with ChaCha20 (RFC 8439), with the same bits on the CPU and on a GPU.
 
-Tensor number t of a key has two keystreams, each from block 0 on:
+A key's tensor number t has two keystreams, each starting at block 0:
 
     key    = the mask's 32 bytes
     nonce  = t (8 bytes, little endian) | stream (4 bytes, little endian): 0 for entries, 1 for ties
 
-Byte i of the entries' keystream decides entry i, in row-major order. The ties, in their order, take the
-words of the other keystream, as in `fedveil.rng.draw_booleans`. A block depends only on its number, so
-a GPU computes all of them at once. (AES, which the other streams use, reads tables.) A tensor's keystream
-is independent of other tensors' keystreams.
+Byte i of the entry keystream decides entry i, in row-major order. The ties, in order, use the words of the
+other keystream, as in `fedveil.rng.draw_booleans`. A block depends only on its number, so a GPU computes all
+blocks at once. (AES, which the other streams use, needs table lookups.) A tensor's keystreams are independent
+of other tensors' keystreams.
 
 | device | implementation |
 |---|---|
-| CPU | OpenSSL, by `cryptography` |
+| CPU | OpenSSL, through `cryptography` |
 | CUDA | `triton_kernels`; if they do not work (`triton_available`), torch, operation by operation |
 | any other | torch |
 """
@@ -30,16 +30,16 @@ from fedveil import rng
 from fedveil.ops import triton_available
 
 BLOCK_BYTES = 64
-LARGEST = 2**32 * BLOCK_BYTES  # entries of a tensor: the counter of blocks has 32 bits
+LARGEST = 2**32 * BLOCK_BYTES  # maximum entries in a tensor: the block counter has 32 bits
 _ENTRIES, _TIES = 0, 1
 _CONSTANT = b"expand 32-byte k"
-_PIECE = 1 << 19  # blocks at a time: torch needs 64 bytes per block, which stay in a GPU's cache
+_PIECE = 1 << 19  # blocks computed at a time: torch needs 64 bytes per block, which stay in a GPU's cache
 
 
 def draw_mask(
     key: bytes, number: int, keep: float, shape: tuple[int, ...], device: torch.device
 ) -> Bool[Tensor, "..."]:
-    """Return the mask of a key's tensor `number` on `device`, each entry True with probability `keep`.
+    """Return the mask for a key's tensor `number` on `device`; each entry is True with probability `keep`.
 
     Raises:
         ValueError: the shape has more entries than a keystream has bytes, or `keep` is not a probability.
@@ -73,7 +73,7 @@ def cipher_states(key: bytes, number: int) -> Int32[Tensor, "2 16"]:
 def decide_bits(
     entries: Int32[Tensor, "16"], ties: Int32[Tensor, "16"], first: int, rest: int, count: int
 ) -> Bool[Tensor, " n"]:
-    """Compute `fedveil.rng.draw_booleans` with torch operations, on the device of the states."""
+    """Compute `fedveil.rng.draw_booleans` with torch operations, on the states' device."""
     drawn = key_stream(entries, count)
     bits = drawn.to(torch.int16) < first  # which may be 256
     if rest:
@@ -84,7 +84,7 @@ def decide_bits(
 
 
 def key_stream(state: Int32[Tensor, "16"], count: int) -> UInt8[Tensor, " n"]:
-    """Return the first `count` bytes, on the device of the state."""
+    """Return the first `count` bytes, on the state's device."""
     blocks = -(-count // BLOCK_BYTES)
     out = torch.empty(blocks, 16, dtype=torch.int32, device=state.device)
     for start in range(0, blocks, _PIECE):
@@ -117,4 +117,4 @@ def _quarters(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tenso
 
 
 def _turned(x: Tensor, by: int) -> Tensor:
-    return (x << by) | ((x >> (32 - by)) & ((1 << by) - 1))  # the shift to the right copies the sign
+    return (x << by) | ((x >> (32 - by)) & ((1 << by) - 1))  # the right shift copies the sign bit

@@ -1,15 +1,15 @@
-"""A count sketch: a few numbers from which the norm of the difference of two tensors can later be estimated.
+"""A count sketch: a few numbers from which the norm of the difference between two tensors can later be estimated.
 
     s_b(x) = sum of sign_i x_i over the entries i in bucket b;   |s(x) - s(y)| estimates |x - y|
 
-Charikar, Chen, Farach-Colton: Finding Frequent Items in Data Streams. 2002. Bucket and sign of an entry follow from a
-key. Without the key, an adversary cannot construct a difference that the sketch misses.
+Charikar, Chen, Farach-Colton: Finding Frequent Items in Data Streams. 2002. A key determines each entry's bucket and
+sign. Without the key, an adversary cannot construct a difference that the sketch misses.
 
 | case | result |
 |---|---|
 | x = y | exactly 0 |
-| tensors that differ in many entries | the relative error is about 1 / sqrt(2 SIZE), 9 % |
-| they differ in one entry | exact |
+| x and y differ in many entries | the relative error is about 1 / sqrt(2 SIZE), 9 % |
+| x and y differ in one entry | exact |
 | a NaN or Inf | not finite |
 """
 
@@ -21,12 +21,12 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-SIZE = 64  # buckets
-_TABLE = 1 << 16  # entries with their own buckets and signs; beyond these the table is rotated at random
+SIZE = 64  # number of buckets
+_TABLE = 1 << 16  # entries with their own buckets and signs; beyond these, the table is rotated at random
 
 
 def count_sketch(tensor: Tensor, key: bytes, name: str) -> Float64[Tensor, "64"]:
-    """Return the sketch of one tensor. The same key and name give each position the same bucket and sign."""
+    """Return a tensor's sketch. The same key and name give each position the same bucket and sign."""
     out = torch.zeros(SIZE, dtype=torch.float64)
     flat = tensor.detach().flatten().cpu()
     digest = hashlib.blake2b(name.encode(), key=key, digest_size=8).digest()

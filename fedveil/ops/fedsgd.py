@@ -2,11 +2,11 @@
 
     g^n = gradient of the mean loss of one batch at w            exchange = "batch"
     g^n = w - (w after local training)                           exchange = "epoch", the pseudo-gradient
-    w  <- w - eta g                                              optimiser = "sgd", g is the mean of the g^n
+    w  <- w - eta g                                              optimiser = "sgd"; g is the mean of the g^n
     m  <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2,  t <- t + 1
     w  <- w - eta (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)   optimiser = "adam"; every entry has its own t
 
-For an entry that no client sent, the weight, both moments and t stay bit for bit. There is no weight decay.
+For an entry that no client sent, the weight, both moments and t do not change. There is no weight decay.
 b1 = 0.9, b2 = 0.999, eps = 1e-8 (Kingma, Ba: Adam. ICLR 2015).
 """
 
@@ -42,16 +42,16 @@ def check_learning_rate(learning_rate: float | None) -> None:
 
 
 def check_wire_dtype(wire_dtype: WireDtype) -> None:
-    """Raise ConfigError for float16, in which gradient entries below 3e-8 become zeros, which would count."""
+    """Raise ConfigError for float16, which turns gradient entries below 3e-8 into zeros that would count."""
     if wire_dtype == "float16":
         raise ConfigError(
-            'wire_dtype: expected "float32" or "bfloat16" where gradients are sent, found "float16", which rounds '
-            "their small entries to zero; use one of the two"
+            'wire_dtype: expected "float32" or "bfloat16" for gradients, found "float16", which rounds their small '
+            "entries to zero; use one of the two"
         )
 
 
 def learning_rate_of(learning_rate: float | None, exchange: Exchanged, optimiser: Optimiser) -> float:
-    """Return eta; by default 1 for SGD after local training, otherwise 1e-4 as in the random binary paper."""
+    """Return eta; the default is 1 for SGD after local training, otherwise 1e-4 as in the random binary paper."""
     if learning_rate is not None:
         return learning_rate
     return 1.0 if (exchange, optimiser) == ("epoch", "sgd") else 1e-4
@@ -60,7 +60,7 @@ def learning_rate_of(learning_rate: float | None, exchange: Exchanged, optimiser
 def client_gradient(
     trainer: Trainer, received: Weights, exchange: Exchanged, device: torch.device | None = None
 ) -> dict[str, Tensor]:
-    """Return g^n at the received weights, on `device` or else on the weights' device."""
+    """Return g^n at the received weights, on `device` if given, otherwise on the weights' device."""
     weights = lazy_spec(received, trainer.spec)
     if exchange == "batch":
         gradients = trainer.gradient(weights).weights
@@ -80,7 +80,7 @@ def start_state(weights: Weights, optimiser: Optimiser) -> FederatedState:
 
 
 def weights_after(server: FederatedState) -> dict[str, Tensor]:
-    """Return the weights in a server's state, without the optimiser's tensors."""
+    """Return the weights in a server's state, without the optimizer's tensors."""
     return {n: w for n, w in server.tensors.items() if not n.startswith((_FIRST, _SECOND, _STEPS))}
 
 
@@ -103,7 +103,7 @@ def gradient_step(
 
 
 def _adam(g: Tensor, own: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the direction of the step, and the moments and step counts after it."""
+    """Return the step direction, and the moments and step counts after the step."""
     first = own[_FIRST] * _BETA_1 + g * (1 - _BETA_1)
     second = own[_SECOND] * _BETA_2 + g.square() * (1 - _BETA_2)
     steps = own[_STEPS] + 1
@@ -113,12 +113,12 @@ def _adam(g: Tensor, own: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tenso
 
 
 class FedSgdMethod(Method):
-    """Base class of methods whose clients send gradients.
+    """Base class for methods whose clients send gradients.
 
     It is not a dataclass: each method declares its fields in its own order.
 
     Attributes:
-        exchange: what a client sends: the gradient of one "batch", or the pseudo-gradient of local epochs
+        exchange: content of a client's upload: the gradient of one "batch", or the pseudo-gradient of local epochs
             ("epoch").
         optimiser: the server's optimizer.
         learning_rate: eta; None: 1 with exchange = "epoch" and SGD, otherwise 1e-4.
@@ -132,7 +132,7 @@ class FedSgdMethod(Method):
 
     @property
     def upload_kind(self) -> Sends:
-        """Return the kind: gradients, or pseudo-gradients of an epoch, without withheld tensors."""
+        """Return the kind: gradients, or pseudo-gradients from an epoch, with no tensors withheld."""
         return "gradients"
 
     @property
@@ -142,7 +142,7 @@ class FedSgdMethod(Method):
 
     @property
     def server_optimizer_conflict(self) -> str:
-        """Return the reason: Adam at the server is an optimizer already."""
+        """Return the reason: with Adam, the method already has a server optimizer."""
         return "would follow the method's own server optimizer (optimiser)" if self.optimiser != "sgd" else ""
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
@@ -150,7 +150,7 @@ class FedSgdMethod(Method):
         return start_state(weights, self.optimiser)
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
-        """Return w, the same for every client."""
+        """Return w, which is the same for every client."""
         return Payload(cast_to(weights_after(server), self.wire_dtype))
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:

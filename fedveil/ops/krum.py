@@ -4,36 +4,36 @@
 |---|---|---|
 | n | uploads in the round | at least 2 f + 3 |
 | f | `hostile` | uploads that may be arbitrary, at least 1 |
-| m | `best` | uploads that are averaged, at most n - f - 2; 0 stands for that |
+| m | `best` | number of uploads averaged, at most n - f - 2; 0 means n - f - 2 |
 | V_i | all terms of an upload, as one vector | as they are added, decoded |
 | s(i) | sum of ||V_i - V_j||^2 over the n - f - 2 uploads j nearest to i | |
 
-The m uploads with the smallest s are averaged. Among uploads with the same s, the client name that sorts
+The m uploads with the smallest s are averaged. Among uploads with equal s, the client name that sorts
 first wins.
 
-Formal guarantees, if at most f of the n uploads are hostile, and D is the largest distance between two
+Formal guarantees, if at most f of the n uploads are hostile, and D is the largest distance between any two
 others:
 
-1. The result is a mean of m uploads that were sent, all with the same weight.
+1. The result is the equally weighted mean of m of the uploads.
 2. Each of these m lies within D sqrt((n - f - 2) / (n - 2 f - 1)) of an upload that is not hostile. The
    reason: s of an upload that is not hostile is at most (n - f - 2) D^2, and there are more than m such
-   uploads. Of the uploads nearest to a hostile one, n - 2 f - 1 are not hostile. So hostile uploads
-   further away than that are never averaged, even if all f of them agree.
+   uploads. Among the uploads nearest to a hostile one, n - 2 f - 1 are not hostile. So hostile uploads
+   further away than this are never averaged, even if all f of them collude.
 
-That bounds the distance over all entries together, not any single entry. Within D a hostile upload may
-put its whole distance into one entry, where the median would stop it. Examples that differ much between
-sites make D large, and an honest site that is unlike the others is left out.
+This bounds the distance over all entries together, not for any single entry. Within D, a hostile upload may
+put its whole distance into one entry, where the median would stop it. If examples differ a lot between
+sites, D is large, and an honest site that is unlike the others is left out.
 
 | case | result |
 |---|---|
 | fewer than 2 f + 3 uploads | ConfigError; a run refuses such a cohort before it trains
   (`fedveil.federation.aggregation_rules`) |
-| a term with a mask | ConfigError: the sender chooses its mask. A hostile upload that shares few entries with the
+| a term with a mask | ConfigError: the sender chooses its mask, and a hostile upload that shares few entries with the
   others would be close to all of them over the shared entries |
-| uploads with other names | ConfigError, for the same reason |
-| weights | not used: a client could claim any weight; `weight` still gives their sum, `examples` and `clear` all |
+| uploads with different names | ConfigError, for the same reason |
+| weights | not used: a client could claim any weight; `weight`, `examples` and `clear` still report all of them |
 | all uploads equal | the result is that upload, bit for bit |
-| the order of arrival | has no effect, bit for bit |
+| the order of arrival | has no effect at all |
 | memory | all values of the round, plus n blocks in fp64; distances hold n^2 numbers |
 """
 
@@ -71,7 +71,7 @@ class MultiKrumAggregator:
         self.clear: dict[str, Mapping[str, str | float]] = {}
 
     def add(self, client: str, num_examples: int, terms: ClientContributions) -> None:
-        """Store all terms of one client. Raises ConfigError for terms that cannot be compared with the others'."""
+        """Store all of one client's terms. Raises ConfigError for terms that cannot be compared with the others'."""
         values: dict[str, Tensor] = {}
         for term in terms.tensors:
             if term.mask is not None:
@@ -114,7 +114,7 @@ class MultiKrumAggregator:
         return mean
 
     def mean(self, name: str) -> Float[Tensor, "..."]:
-        """Return the mean of the chosen uploads, each with the same weight, fp32."""
+        """Return the equally weighted mean of the chosen uploads, fp32."""
         return self._mean.mean(name)
 
     def take(self, name: str) -> Float[Tensor, "..."]:
@@ -147,7 +147,7 @@ def squared_distances(uploads: Sequence[Mapping[str, Tensor]]) -> Float[Tensor, 
 
 
 def krum_scores(distances: Float[Tensor, "n n"], hostile: int) -> Float[Tensor, " n"]:
-    """Return s: for each upload, the sum of its n - f - 2 smallest squared distances to others."""
+    """Return s: for each upload, the sum of its n - f - 2 smallest squared distances to other uploads."""
     n = len(distances)
     others = distances.masked_fill(torch.eye(n, dtype=torch.bool), torch.inf)
     return others.sort(1).values[:, : n - hostile - 2].sum(1)

@@ -1,6 +1,6 @@
 """LoRA factors by name: `<module>.lora_A` (r x d_in) and `<module>.lora_B` (d_out x r); W = W_0 + scale * B A.
 
-As in the papers, "A" is the randomly initialised factor and "B" the one that starts at zero.
+As in the papers, "A" is the randomly initialized factor and "B" the factor that starts at zero.
 An adapter of kind "hadamard-lora" has a second pair per module, `<module>.private_A` and `<module>.private_B`.
 """
 
@@ -23,7 +23,7 @@ PRIVATE = (".private_A", ".private_B")
 
 
 def factor_name(name: str) -> Factor:
-    """Return the factor that a tensor's name denotes. Raises ConfigError for a tensor that is not a factor."""
+    """Return which factor a tensor's name denotes. Raises ConfigError for a tensor that is not a factor."""
     for side in FACTORS:
         if name.endswith(f".lora_{side}"):
             return side
@@ -31,7 +31,7 @@ def factor_name(name: str) -> Factor:
 
 
 def parse_factor_name(tensors: Mapping[str, T], side: Factor) -> dict[str, T]:
-    """Return the entries of one factor."""
+    """Return the entries for one factor."""
     return {name: value for name, value in tensors.items() if factor_name(name) == side}
 
 
@@ -40,7 +40,7 @@ def factor_modules(names: Iterable[str]) -> list[str]:
     by_side = {side: [n.removesuffix(f".lora_{side}") for n in names if factor_name(n) == side] for side in FACTORS}
     alone = set(by_side["A"]) ^ set(by_side["B"])
     if alone:
-        raise ConfigError(f"{sorted(alone)[0]}: expected both LoRA factors, found one; share the adapter as a whole")
+        raise ConfigError(f"{sorted(alone)[0]}: expected both LoRA factors, found one; share the whole adapter")
     return by_side["A"]
 
 
@@ -55,16 +55,16 @@ def drop_private_factors(tensors: Mapping[str, T]) -> dict[str, T]:
 
 
 def factor_product(weights: Mapping[str, Tensor], module: str) -> Float[Tensor, "d_out d_in"]:
-    """Return B A of one module, without the scale."""
+    """Return B A for one module, without the scale."""
     return weights[f"{module}.lora_B"] @ weights[f"{module}.lora_A"]
 
 
 def aggregation_gap(clients: Sequence[Mapping[str, Tensor]], num_examples: Sequence[int]) -> float:
-    """Return how far averaging the factors separately is from averaging the products.
+    """Return how far averaging the factors separately deviates from averaging the products.
 
-    ||mean(BA) - mean(B) mean(A)|| / ||mean(BA)||, Frobenius over all modules; 0 where every product is zero.
-    It needs every client's pair, so a simulation can compute it, but the server never can. A private pair
-    does not count, because it is not averaged.
+    ||mean(BA) - mean(B) mean(A)|| / ||mean(BA)||, Frobenius over all modules; 0 if every product is zero.
+    It needs every client's pair, so a simulation can compute it, but the server never can. Private pairs
+    do not count, because they are not averaged.
     """
     clients = [drop_private_factors(client) for client in clients]
     sums = RunningSums()

@@ -1,15 +1,15 @@
-"""Orthonormal factors of a matrix by one power iteration, and the gradient through them (DP-FPL, section 3.3).
+"""Orthonormal factors of a matrix from one power iteration, and the gradient through them (DP-FPL, section 3.3).
 
-u has orthonormal columns and v orthonormal rows, so all singular values of u v are 1 and it does not approximate p. The
-sum u v + r with r = p - u v is p; the true rank-k part is u u^T p.
+u has orthonormal columns and v orthonormal rows, so all singular values of u v are 1, and u v does not approximate p.
+The sum u v + r with r = p - u v is p; the true rank-k part is u u^T p.
 
 | case | result |
 |---|---|
-| p = 0, or of rank below k | QR completes the bases: the factors are still orthonormal, and nothing is divided by 0 |
+| p = 0, or rank below k | QR completes the bases: the factors are still orthonormal, with no division by 0 |
 | k = b | `full_gradient` is the whole gradient, up to rounding |
 
-`factor_pair` finds the smallest pair of factors whose product is a given matrix, by a sketch (Halko, Martinsson, Tropp
-2011, algorithms 4.1 and 5.1), and measures the error; it returns None for a matrix without such a pair.
+`factor_pair` uses a sketch to find the smallest pair of factors whose product is a given matrix (Halko, Martinsson,
+Tropp 2011, algorithms 4.1 and 5.1), and measures the error; it returns None if there is no such pair.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-_MORE = 8  # extra columns of a sketch: without them, rounding would lose directions that the sketch hardly covers
+_MORE = 8  # extra sketch columns: without them, rounding would lose directions that the sketch barely covers
 Residual = bool | Literal["rank-k"]
 
 
@@ -39,7 +39,8 @@ def _orthonormal(columns: Tensor) -> Tensor:
 
 
 def compose_factors(p: Tensor, u: Tensor, v: Tensor, residual: Residual) -> Tensor:
-    """Return the forward pass's private prompt by `residual`: u v + r = p (true), u v (false), u u^T p ("rank-k")."""
+    """Return the private prompt for the forward pass, by `residual`: u v + r = p (true), u v (false), u u^T p
+    ("rank-k")."""
     if residual == "rank-k":
         return u @ (u.T @ p)
     return u @ v + (p - u @ v) if residual else u @ v
@@ -53,7 +54,7 @@ def full_gradient(u: Tensor, v: Tensor, d_u: Tensor, d_v: Tensor) -> Tensor:
 def factor_pair(
     p: Float[Tensor, "b d"], most: int, error: float, generator: torch.Generator
 ) -> tuple[Float[Tensor, "b k"], Float[Tensor, "k d"]] | None:
-    """Find by a sketch the pair of the smallest rank k <= `most` with |p - left right| <= `error` (Frobenius).
+    """Find the pair with the smallest rank k <= `most` and |p - left right| <= `error` (Frobenius), using a sketch.
 
     k may be 0. Returns None if the sketch finds no such pair. Time: about 4 b d (`most` + 8) operations.
     """
@@ -62,7 +63,7 @@ def factor_pair(
     width = min(most + _MORE, *p.shape)
     basis = _orthonormal(p @ torch.randn(p.shape[1], width, generator=generator).to(p))
     u, s, right = torch.linalg.svd(basis.T @ p, full_matrices=False)
-    lost = s.square().flip(0).cumsum(0).flip(0).sqrt()  # error without the values from here on
+    lost = s.square().flip(0).cumsum(0).flip(0).sqrt()  # the error if the values from here on are dropped
     if (k := int((lost > error / 2).sum())) > most:
         return None
     left, right = basis @ (u[:, :k] * s[:k]), right[:k]

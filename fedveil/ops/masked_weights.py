@@ -1,18 +1,18 @@
 """Weights with masked columns omitted and matrices quantized, in the same form on the wire in both directions.
 
-A message has the packed visible columns of every masked tensor; for each masked layer one bit per column, as
-"visible.<layer>"; codes if a quantiser is given, in blocks over the packed entries; and all other tensors whole.
+A message has the packed visible columns of every masked tensor; for each masked layer, one bit per column, as
+"visible.<layer>"; codes if a quantizer is given, in blocks over the packed entries; and all other tensors whole.
 
-A column is an output feature of a layer, on any axis of the tensor. A mask has one bit per column, True if the
+A column is one of a layer's output features, on any axis of the tensor. A mask has one bit per column, True if the
 column is visible. A weight and its bias share a mask, and so do an embedding and an output head that is not tied to it:
-their columns are the features of the hidden state. A tied head is the same tensor as the embedding and so has its mask.
+their columns are the features of the hidden state. A tied head is the same tensor as the embedding, with the same mask.
 
     pack(x, J)[..., j'] = x[..., j] for the visible columns j, J = positions(M), in their order
     unpack(pack(x, J), M) = x where M is True, 0 elsewhere
 
 | case | result |
 |---|---|
-| every column visible | `pack_columns` copies; `unpack_columns` of it is the tensor |
+| every column visible | `pack_columns` copies; `unpack_columns` returns the original tensor |
 | no column visible | an empty tensor; `unpack_columns` gives zeros |
 """
 
@@ -46,7 +46,7 @@ class MaskedWeightsCodec:
     Attributes:
         spec: all tensors.
         masked: locations of the tensors with masked columns.
-        coders: quantizers of the tensors that are sent as codes.
+        coders: quantizers for the tensors that are sent as codes.
         dtype: dtype of the tensors that are not quantized.
     """
 
@@ -57,7 +57,7 @@ class MaskedWeightsCodec:
 
     @property
     def columns(self) -> dict[str, int]:
-        """Return the number of columns of every masked layer, sorted by layer name."""
+        """Return the number of columns in every masked layer, sorted by layer name."""
         return dict(sorted((p.columns, self.spec[n].shape[p.axis]) for n, p in self.masked.items()))
 
     def close(
@@ -71,7 +71,7 @@ class MaskedWeightsCodec:
 
         `visible`: bits by layer. If `weights` are pairs of name and tensor, one pair is in memory at a time,
         along with the fields. With a `device`, masking and quantization happen there, and their results stay
-        there. Raises TaskError where a value to be quantized is not finite.
+        there. Raises TaskError if a value to be quantized is not finite.
         """
         fields: dict[str, Value] = {_VISIBLE + layer: mask for layer, mask in visible.items()}
         coded, positions = [], column_positions(visible, device)
@@ -100,9 +100,9 @@ class MaskedWeightsCodec:
             yield name, opened[name]
 
     def opened(self, payload: Payload, device: torch.device | None = None) -> Weights:
-        """Return the tensors of `open` as a mapping that computes each at every access, on `device` if given.
+        """Return the tensors from `open` as a mapping that computes a tensor on each access, on `device` if given.
 
-        Raises WireError like `check`, at once.
+        Raises WireError like `check`, immediately.
         """
         self.check(payload)
         return MadeWeights(self.spec, partial(self._made, payload, self.visible(payload), device))
@@ -124,7 +124,7 @@ class MaskedWeightsCodec:
         return broadcast_along(visible[place.columns], place.axis, len(self.spec[name].shape))
 
     def weights_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the result of `seen` for the tensor `name`."""
+        """Return the shape of `seen`'s result for the tensor `name`."""
         place, shape = self.masked[name], self.spec[name].shape
         return tuple(n if axis == place.axis else 1 for axis, n in enumerate(shape))
 
@@ -142,7 +142,7 @@ class MaskedWeightsCodec:
                 )
 
     def fields(self, direction: Direction) -> tuple[WireField, ...]:
-        """Return the fields of a method's layout."""
+        """Return the fields for a method's layout."""
         bits = tuple(WireField(_VISIBLE + c, direction, BitCodec(), (n,), "column") for c, n in self.columns.items())
         dense, tensor_fields = DenseCodec(self.dtype), []
         for name, t in self.spec.items():
@@ -154,12 +154,12 @@ class MaskedWeightsCodec:
 
 
 def broadcast_along(row: Shaped[Tensor, " n"], axis: int, ndim: int) -> Shaped[Tensor, "..."]:
-    """Return `row` (one value per column) as a view that broadcasts over a tensor of `ndim` axes."""
+    """Return `row` (one value per column) as a view that broadcasts over a tensor with `ndim` axes."""
     return row.reshape([-1 if i == axis else 1 for i in range(ndim)])
 
 
 def column_positions(visible: Mapping[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
-    """Return the visible columns of each layer, ascending, on `device`, with one copy: each copy waits for the GPU."""
+    """Return each layer's visible columns, ascending, on `device`, in a single copy: each copy waits for the GPU."""
     found = {layer: mask.nonzero().squeeze(1) for layer, mask in visible.items()}
     if not found or device is None:
         return found

@@ -1,4 +1,4 @@
-"""The proximal term, which pulls trained weights to a center. FedProx and Ditto share it."""
+"""The proximal term, which pulls trained weights towards a center. FedProx and Ditto share it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["proximal_penalty"]
 def proximal_penalty(strength: float, center: Weights) -> Penalty | None:
     """Return the penalty strength / 2 ||w - center||^2, or None if the strength is 0.
 
-    It copies the center to the weights' device once.
+    The center is copied to the weights' device once.
     """
     if not strength:
         return None

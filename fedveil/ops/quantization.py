@@ -1,29 +1,29 @@
-"""Block-wise quantization of weights to codes with one scale per block, and dequantization.
+"""Block-wise quantization of weights into codes with one scale per block, and dequantization.
 
     c_b   = max |x| over block b of the flat tensor                             the scale, fp32
-    code  = index of the level nearest to x / c_b                               tables "nf_sym" and "nf"
+    code  = index of the level closest to x / c_b                               tables "nf_sym" and "nf"
     code  = round(x / c_b * (2^(w-1) - 1)) + 2^(w-1) - 1                        table "absmax" (FedQSN, Eq. 4)
     x~    = level[code] * c_b
 
 | table | number of levels | w | levels |
 |---|---|---|---|
-| "nf_sym" | 2^w + 1 | 1 to 4 | 0, and the 2^(w-1) normal quantiles of `_quantiles` with both signs, divided by the
+| "nf_sym" | 2^w + 1 | 1 to 4 | 0, and the 2^(w-1) normal quantiles from `_quantiles` with both signs, divided by the
   largest |
-| "nf" | 2^w; 3 for w = 1 | 1 to 4 | as "nf_sym", with 2^(w-1) - 1 negative ones (-1, 0, 1 for w = 1); w = 4 is NF4 |
+| "nf" | 2^w; 3 for w = 1 | 1 to 4 | as "nf_sym", with 2^(w-1) - 1 negative levels (-1, 0, 1 for w = 1); w = 4 is NF4 |
 | "absmax" | 2^w - 1 | 2 to 8 | even steps from -1 to 1 |
 
-On CUDA a kernel quantizes a tensor (`triton_kernels`); if it does not work, and on other devices, torch does. Both
+On CUDA, a kernel quantizes a tensor (`triton_kernels`); if it does not work, or on other devices, torch does. Both
 give the same codes and scales, bit for bit.
 
 | case | result |
 |---|---|
-| a block of zeros | scale 0 and the codes of level 0; it decodes to zeros |
+| a block of zeros | scale 0 and the codes for level 0; it decodes to zeros |
 | a short last block | has its own scale; nothing is padded on the wire |
 | an entry of 0 | decodes to 0 in every block |
 | the largest entry of a block | decodes to itself, bit for bit |
 | halfway between two levels | the lower level; "absmax" rounds to the even step |
 | NaN, infinity | TaskError |
-| empty tensor | no code, no scale |
+| empty tensor | no codes, no scales |
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ Table = Literal["nf_sym", "nf", "absmax"]
 
 _OFFSET = 0.9677083  # the outermost quantile of the normal-float tables
 _BITS = {"nf_sym": (1, 4), "nf": (1, 4), "absmax": (2, 8)}
-_CHUNK = 1 << 17  # entries: half a megabyte, which stays in cache and is worth the overhead of a torch call
-_ALONE = threading.Lock()  # the number of torch's threads is one setting for the whole process
-_CHUNK_THERE = 1 << 26  # on a GPU, where a call costs more than the memory
+_CHUNK = 1 << 17  # entries: half a megabyte, which stays in the cache and is worth the overhead of a torch call
+_ALONE = threading.Lock()  # torch's number of threads is a setting of the whole process
+_CHUNK_THERE = 1 << 26  # entries on a GPU, where a call costs more than the memory
 
 
 @dataclass(frozen=True)
 class BlockQuantizer:
-    """A code table with `bits` bits per weight, over blocks of `block` entries."""
+    """A code table with `bits` bits per weight, for blocks of `block` entries."""
 
     table: Table = "nf_sym"
     bits: int = 2
@@ -66,7 +66,7 @@ class BlockQuantizer:
     def __post_init__(self) -> None:
         low, high = _BITS[self.table]
         if not low <= self.bits <= high:
-            why = "; with 1 bit Eq. 4 makes every weight 0" if (self.table, self.bits) == ("absmax", 1) else ""
+            why = "; with 1 bit, Eq. 4 makes every weight 0" if (self.table, self.bits) == ("absmax", 1) else ""
             raise ConfigError(f'bits: expected {low} to {high} with "{self.table}", found {self.bits}{why}')
         if self.block < 1:
             raise ConfigError(f"block: expected a block size of at least 1 entry, found {self.block}")
@@ -88,7 +88,7 @@ class BlockQuantizer:
         return coded
 
     def coded(self, x: Float[Tensor, "*s"]) -> QuantizedTensor:
-        """Quantize without checking for finite values, to avoid waiting for the GPU after every tensor."""
+        """Quantize without checking that values are finite, to avoid waiting for the GPU after every tensor."""
         flat = x.detach().reshape(-1)
         if kernels := triton_available.load_kernels(flat.device):
             codes, scales = kernels.quantize_blocks(flat, self.block, 2 ** (self.bits - 1) - 1, self._middles)
@@ -100,13 +100,13 @@ class BlockQuantizer:
 
     @property
     def _middles(self) -> tuple[float, ...]:
-        """Return the midpoints between neighboring levels; none if the levels are even steps."""
+        """Return the midpoints between neighboring levels; () if the levels are evenly spaced."""
         return (
             () if self.table == "absmax" else tuple((low + high) / 2 for low, high in itertools.pairwise(self.levels))
         )
 
     def dequantise(self, coded: QuantizedTensor) -> Float[Tensor, "..."]:
-        """Return level[code] * scale, fp32, on the device of the codes."""
+        """Return level[code] * scale, fp32, on the codes' device."""
         codes, scales = coded.codes.reshape(-1), coded.scales
         out = torch.empty(codes.shape, device=codes.device)
         table = torch.tensor(self.levels, device=codes.device)
@@ -120,7 +120,7 @@ class BlockQuantizer:
 
 
 def check_bits(coded: Sequence[QuantizedTensor]) -> None:
-    """Raise TaskError if a value was not finite; waits for the device once."""
+    """Raise TaskError if any value was not finite; waits for the device once."""
     largest = [c.scales.amax() for c in coded if len(c.scales)]  # NaN if a value is NaN
     if largest and not torch.isfinite(torch.stack(largest)).all():
         raise TaskError("weights: expected finite values to quantize, found NaN or infinity; lower the learning rate")
@@ -136,16 +136,16 @@ def _levels(table: Table, bits: int) -> tuple[float, ...]:
 
 
 def _quantiles(count: int) -> list[float]:
-    """Return normal quantiles at `count` even steps from _OFFSET up to 1/2 (excluded), scaled to begin at 1."""
+    """Return normal quantiles at `count` even steps from _OFFSET to 1/2 (exclusive), scaled to start at 1."""
     quantiles = [NormalDist().inv_cdf(_OFFSET + (0.5 - _OFFSET) * i / count) for i in range(count)]
     return [q / quantiles[0] for q in quantiles]
 
 
 def _each(flat: Tensor, block: int, work: Callable[[slice, slice], None]) -> None:
-    """Call `work` on every chunk; on the CPU in as many threads as torch has, each with one torch thread.
+    """Call `work` on every chunk; on the CPU, in as many threads as torch has, each with one torch thread.
 
     torch would synchronize its threads after every operation, a dozen times per chunk. If another process uses one of
-    the cores, each wait lasts until the scheduler returns to it: 0.01 GB/s.
+    the cores, each wait lasts until the scheduler gets back to the thread: 0.01 GB/s.
     """
     if flat.device.type != "cpu":
         for chunk in _chunks(len(flat), block, _CHUNK_THERE):
@@ -154,7 +154,7 @@ def _each(flat: Tensor, block: int, work: Callable[[slice, slice], None]) -> Non
     chunks = _chunks(len(flat), block, _CHUNK)
     with _ALONE:
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # holds for threads that start later too
+        torch.set_num_threads(1)  # also applies to threads that start later
         try:
             if min(threads, len(chunks)) < 2:
                 for chunk in chunks:
@@ -167,7 +167,7 @@ def _each(flat: Tensor, block: int, work: Callable[[slice, slice], None]) -> Non
 
 
 def _chunks(count: int, block: int, size: int) -> list[tuple[slice, slice]]:
-    """Return slices of the entries and of their blocks' scales, in chunks of whole blocks."""
+    """Return slices of the entries and of their blocks' scales, as chunks of whole blocks."""
     rows = max(1, size // block)
     return [
         (slice(i * block, min((i + rows) * block, count)), slice(i, min(i + rows, -(-count // block))))
@@ -176,7 +176,7 @@ def _chunks(count: int, block: int, size: int) -> list[tuple[slice, slice]]:
 
 
 def _quantise(x: Tensor, how: BlockQuantizer, codes: Tensor, scales: Tensor) -> None:
-    """Fill `codes` and `scales` of whole blocks; the last block may be short."""
+    """Fill `codes` and `scales` for whole blocks; the last block may be short."""
     x, whole = x.to(torch.float32, copy=True), len(x) - len(x) % how.block
     torch.amax(x[:whole].view(-1, how.block).abs(), 1, out=scales[: whole // how.block])
     if whole < len(x):

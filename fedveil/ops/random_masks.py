@@ -2,15 +2,15 @@
 
     B ~ Bernoulli(keep) for every entry, keep = 1 - R            drawn once for each client and mask period
 
-One key for each distinct `keep` determines a set of masks: the tensors with that `keep` are numbered from 0 in the
-order of their names, and each has its own keystream (`chacha20`). Server and client expand a key in the same way, each
-on its own device.
+One key for each distinct `keep` determines a set of masks: the tensors with that `keep` are numbered from 0 in name
+order, and each has its own keystream (`chacha20`). Server and client expand a key in the same way, each on its own
+device.
 
 | case | result |
 |---|---|
 | keep = 0, keep = 1 | all False, all True, exactly |
 | 0-d mask | one draw |
-| a larger shape, same key and number | its first entries are those of the smaller one |
+| a larger shape, same key and number | its first entries equal those of the smaller shape |
 | a masked value that is not finite | `pack_masked` drops it |
 | more or fewer values than the mask has ones | `unpack_masked` raises WireError |
 """
@@ -35,7 +35,7 @@ _BLOCK = 1 << 18  # entries at a time, which stay in the cache together with the
 _CPU = torch.device("cpu")
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-Rate = float | Mapping[str, float]  # R of all tensors, or by regular expression over names; the first match counts
+Rate = float | Mapping[str, float]  # R for all tensors, or by regular expression over names; the first match counts
 
 
 def check_rate(field: str, rate: Rate) -> None:
@@ -43,7 +43,7 @@ def check_rate(field: str, rate: Rate) -> None:
     for pattern, value in rate.items() if isinstance(rate, Mapping) else [("", rate)]:
         where = f"{field}.{pattern}" if pattern else field
         if not 0.0 <= value <= 1.0:
-            raise ConfigError(f"{where}: expected a probability of zero from 0 to 1, found {value}")
+            raise ConfigError(f"{where}: expected the probability of a zero, from 0 to 1, found {value}")
         check_pattern(where, pattern)
 
 
@@ -56,7 +56,7 @@ def check_pattern(field: str, pattern: str) -> None:
 
 
 def keep_probability(rate: Rate, names: Iterable[str]) -> dict[str, float]:
-    """Return 1 - R, the probability of a one, by tensor name; 1 for a name that no pattern of a map matches."""
+    """Return 1 - R, the probability of a one, by tensor name; 1 for a name that matches no pattern."""
     if not isinstance(rate, Mapping):
         return dict.fromkeys(names, 1.0 - rate)
     return {n: 1.0 - next((r for pattern, r in rate.items() if re.search(pattern, n)), 0.0) for n in names}
@@ -75,7 +75,7 @@ def draw_mask_keys(stream: RandomStream, keep: Mapping[str, float]) -> dict[floa
 def expand_mask(
     key: bytes, keep: float, shape: tuple[int, ...], number: int = 0, device: torch.device | None = None
 ) -> Bool[Tensor, "..."]:
-    """Return the mask of a key's tensor `number`: each entry is True with probability `keep`, equal on all devices.
+    """Return the mask for a key's tensor `number`: each entry is True with probability `keep`, equal on all devices.
 
     The mask is on `device`, by default the CPU. Raises ValueError like `chacha20.draw_mask`.
     """
@@ -88,7 +88,7 @@ def expand_masks(
     shapes: Mapping[str, tuple[int, ...]],
     device: torch.device | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the masks of the keys, one tensor at a time in the order of names, for the tensors that need one."""
+    """Yield the keys' masks, one tensor at a time in name order, for the tensors that need one."""
     numbers = dict.fromkeys(keys, 0)
     for name in sorted(n for n, k in keep.items() if is_random(k)):
         k = keep[name]
@@ -103,7 +103,7 @@ def pack_masked(value: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"]) -> Float[T
         kernels = triton_available.load_kernels(value.device)
         return kernels.pack_masked(_integers(flat), there).view(value.dtype) if kernels else flat[there]
     source = _integers(value.reshape(-1)).numpy()
-    # numpy's memory comes in huge pages, torch's does not
+    # numpy allocates memory in huge pages, but torch does not
     target = np.empty(_ones(mask), source.dtype)
     for at, start, ones_at in _blocks(mask):
         np.take(source[start : start + _BLOCK], ones_at, out=target[at : at + len(ones_at)], mode="clip")
@@ -118,7 +118,7 @@ def check_count(name: str, values: Float[Tensor, " n"], mask: Bool[Tensor, "..."
 def unpack_masked(name: str, values: Float[Tensor, " n"], mask: Bool[Tensor, "*s"]) -> Float[Tensor, "*s"]:
     """Return a tensor with the values where the mask is True and zeros elsewhere, on the values' device.
 
-    Raises WireError unless there are as many as the mask has ones.
+    Raises WireError unless there are as many values as the mask has ones.
     """
     if values.device.type != "cpu":
         return _unpacked_there(name, values, mask.to(values.device).reshape(-1)).view(mask.shape)
@@ -150,7 +150,7 @@ def _ones(mask: Bool[Tensor, "..."]) -> int:
 
 
 def _blocks(mask: Bool[Tensor, "..."]) -> Iterator[tuple[int, int, NDArray[np.intp]]]:
-    """Yield for every block the number of ones before it, its start, and the positions of its ones within it."""
+    """Yield, for every block, the number of ones before it, its start, and the positions of the ones within it."""
     entries, before = mask.reshape(-1).numpy(), 0
     for start in range(0, len(entries), _BLOCK):
         ones = np.flatnonzero(entries[start : start + _BLOCK])
@@ -159,5 +159,5 @@ def _blocks(mask: Bool[Tensor, "..."]) -> Iterator[tuple[int, int, NDArray[np.in
 
 
 def _integers(flat: Tensor) -> Tensor:
-    """View the tensor as integers of the same width: numpy has no bfloat16, and NaN bits must not change."""
+    """View the tensor as integers of the same width, because numpy has no bfloat16, and NaN bits must not change."""
     return flat.view(_INTEGERS[flat.element_size()])

@@ -1,18 +1,18 @@
 """Entry-wise means that single clients cannot move far: the median and the trimmed mean (Yin et al. 2018).
 
-The c values that clients sent for an entry are sorted, t are omitted at each end, and the rest are averaged.
+The c values that clients sent for an entry are sorted, t are dropped at each end, and the rest are averaged.
 
     trimmed mean: t = floor(trim * c), at most (c - 1) / 2        median: t = floor((c - 1) / 2)
 
 Formal guarantee: if at most t of the c values are hostile, the result lies between the smallest and the largest value
-of the others. This holds for every entry separately and does not restrict values inside that range: hostile clients
-that stay in it still move the result, and a majority determines it.
+of the others. This holds for every entry separately, and does not restrict values inside that range: hostile clients
+that stay within it can still move the result, and a majority determines it.
 
 | case | result |
 |---|---|
 | weights | not used: a client could claim any; `weight` still gives their sum |
-| masks | c counts the clients whose mask is True at the entry; no client: zero, and `moved` is False |
-| memory | all values of the round, whereas `RunningSums` holds one |
+| masks | c counts the clients whose mask is True at the entry; without any, zero, and `moved` is False |
+| memory | all of the round's values, whereas `RunningSums` holds one |
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fedveil.contract.contributions import ClientContributions
 
-_BLOCK = 1 << 16  # entries
+_BLOCK = 1 << 16  # entries at a time
 
 
 @final
@@ -42,7 +42,7 @@ class RobustAggregator:
         self.clear: dict[str, Mapping[str, str | float]] = {}
 
     def add(self, client: str, num_examples: int, terms: ClientContributions) -> None:
-        """Store all terms of one client."""
+        """Store all of one client's terms."""
         for term in terms.tensors:
             self._held.setdefault(term.name, []).append((term.value, term.mask))
             self._weight[term.name] = self._weight.get(term.name, 0.0) + term.weight

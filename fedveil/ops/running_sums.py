@@ -1,17 +1,17 @@
-"""The sums of a round as running means, folded one term at a time.
+"""A round's sums as running means, folded in one term at a time.
 
     mean_j = mean_{j-1} + (w_j m_j / W_j) (x_j - mean_{j-1}),   W_j = w_1 m_1 + ... + w_j m_j
 
 in one in-place pass over an fp32 accumulator. W is a number for a name without masks, and a tensor for a name with
-masks. For masks that are constant along an axis (expanded tensors, as for whole columns) W has one entry there.
+masks. For masks that are constant along an axis (expanded tensors, as for whole columns), W has one entry there.
 
 | case | result |
 |---|---|
-| a name that no client sent | it is not in the sums; `means` gives `otherwise[name]`, the same tensor |
+| a name that no client sent | it is not in the sums; `means` returns `otherwise[name]`, the same tensor |
 | all terms equal | the mean is that value, bit for bit |
 | fp16 or bf16 values | accumulated in fp32 |
-| a weight that is NaN, 0 or below | ValueError; upload validation refuses such uploads earlier |
-| a name with a mask in one term and without one in another | ValueError: the method has an error |
+| a weight that is NaN, 0 or negative | ValueError; upload validation refuses such uploads earlier |
+| a name with a mask in one term and without one in another | ValueError: the method has a bug |
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class RunningSums:
     def __init__(self) -> None:
         self._mean: dict[str, Tensor] = {}
         self._weight: dict[str, Tensor | float] = {}
-        self._wide = torch.empty(0)  # a block of half precision, widened; a new one for each block costs page faults
+        self._wide = torch.empty(0)  # a half-precision block, widened; a new buffer per block would cost page faults
         self.examples = 0
         self.clear: dict[str, Mapping[str, str | float]] = {}
 
     def add(self, client: str, num_examples: int, terms: ClientContributions) -> None:
-        """Add all terms of one client."""
+        """Add all of one client's terms."""
         for term in terms.tensors:
             self.fold(term.name, term.value, term.weight, term.mask)
         self.examples += num_examples
@@ -51,7 +51,7 @@ class RunningSums:
     def fold(
         self, name: str, value: Float[Tensor, "*s"], weight: float, mask: Bool[Tensor, "*s"] | None = None
     ) -> None:
-        """Add one tensor, which is only read."""
+        """Add one tensor, without changing it."""
         if not weight > 0:
             raise ValueError(f"weight: expected a number above 0, found {weight}")
         if (mask is None) is isinstance(self._weight.get(name), Tensor) and name in self._weight:
@@ -69,7 +69,7 @@ class RunningSums:
         self._weight[name] = total
 
     def _blend(self, mean: Tensor, value: Tensor, share: float) -> None:
-        """Compute mean += share * (value - mean), in place. Half precision is widened block by block, in the cache."""
+        """Compute mean += share * (value - mean) in place. Half precision is widened block by block, in the cache."""
         if value.dtype == torch.float32:
             mean.lerp_(value, share)
             return
@@ -84,9 +84,9 @@ class RunningSums:
         total = self._weight.get(name, torch.zeros(mask.shape))
         assert isinstance(total, Tensor)  # see `fold`
         if total.shape != mask.shape:
-            total = total + torch.zeros(mask.shape)  # of the axes of both
+            total = total + torch.zeros(mask.shape)  # with the axes of both
         self._weight[name] = total.add_(mask, alpha=weight)
-        # torch divides a plain number by a tensor through the reciprocal, and then 97 / 97 is not 1.
+        # torch divides a plain number by a tensor by using the reciprocal, so 97 / 97 would not be 1.
         mean.lerp_(value.to(torch.float32), torch.where(mask, torch.tensor(weight) / total, 0.0))
 
     def __contains__(self, name: str) -> bool:

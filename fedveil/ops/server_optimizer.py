@@ -1,11 +1,11 @@
-"""Server optimizers: a step with momentum and adaptive rates along the change that a round's uploads make.
+"""Server optimizers: a step with momentum and adaptive rates along a round's aggregated update.
 
 Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar, McMahan: Adaptive Federated Optimization. ICLR 2021.
-https://arxiv.org/abs/2003.00295. FedAvgM is that of Hsu, Qi, Brown 2019. https://arxiv.org/abs/1909.06335
+https://arxiv.org/abs/2003.00295. FedAvgM follows Hsu, Qi and Brown (2019). https://arxiv.org/abs/1909.06335
 
 | paper | code | shape, unit |
 |---|---|---|
-| x_t | `before.tensors` of trained names | every tensor that training changes |
+| x_t | `before.tensors` for trained names | every tensor that training changes |
 | Delta_t | the method's next state minus x_t | weights; in FedAvg the weighted mean of x_k - x_t |
 | m_t, v_t | `moments["first.<name>"]`, `moments["second.<name>"]`, fp32 | weights; weights squared |
 | eta, beta_1, beta_2, tau | `learning_rate`, `beta1`, `beta2`, `tau` | tau in weights |
@@ -17,12 +17,12 @@ https://arxiv.org/abs/2003.00295. FedAvgM is that of Hsu, Qi, Brown 2019. https:
     x_{t+1} = x_t + eta m_t / (sqrt(v_t) + tau)
     m_t = beta_1 m_{t-1} + Delta_t,    x_{t+1} = x_t + eta m_t                   FedAvgM
 
-m_{-1} = 0 and v_{-1} = tau^2. As in the paper there is no bias correction.
+m_{-1} = 0 and v_{-1} = tau^2. As in the paper, there is no bias correction.
 
 | case | result |
 |---|---|
 | FedAvgM with beta_1 = 0 and eta = 1 | the method without a server optimizer, up to rounding |
-| an entry that no site of the round sent | the method's own next value; m and v stay: a frozen factor does not drift |
+| an entry that no site sent in the round | the method's own next value; m and v stay: a frozen factor does not drift |
 | a buffer that training does not change (BatchNorm) | the method's mean: a variance must not be extrapolated |
 | a round without a sum | x, m and v stay, bit for bit |
 """
@@ -44,7 +44,7 @@ from fedveil.errors import ConfigError
 __all__ = ["ServerOptimizer"]
 
 Kind = Literal["fedavgm", "fedadam", "fedyogi", "fedadagrad"]
-_USED = {  # the keys besides `optimizer` that each one uses
+_USED = {  # the keys that each optimizer uses, besides `optimizer`
     "none": (), "fedavgm": ("learning_rate", "beta1"), "fedadagrad": ("learning_rate", "beta1", "tau"),
     "fedadam": ("learning_rate", "beta1", "beta2", "tau"), "fedyogi": ("learning_rate", "beta1", "beta2", "tau"),
 }  # fmt: skip
@@ -69,10 +69,10 @@ class ServerOptimizer:
 
     @classmethod
     def from_config(cls, config: ServerConfig) -> ServerOptimizer | None:
-        """Return the optimizer of a run config, or None if the method's own update stands.
+        """Return the run config's optimizer; None if the method's own update is used unchanged.
 
         Raises:
-            ConfigError: a key that this optimizer does not use has a value.
+            ConfigError: a key that this optimizer does not use is set.
         """
         for key in ("learning_rate", "beta1", "beta2", "tau"):
             value, plain = getattr(config, key), getattr(ServerConfig(), key)
@@ -89,12 +89,12 @@ class ServerOptimizer:
     def next_state(
         self, before: FederatedState, proposed: FederatedState, changed: Mapping[str, Tensor], trained: Iterable[str]
     ) -> FederatedState:
-        """Return the server's next state, with this optimizer's step in place of the method's own.
+        """Return the server's next state, with this optimizer's step instead of the method's own.
 
         Args:
             before: the server's state; its moments may be empty before the first step.
             proposed: the state after the method's own update.
-            changed: for each tensor that some site sent, True for the entries that some site sent.
+            changed: for each tensor sent by any site, True for the entries sent by any site.
             trained: names of the tensors that training changes.
         """
         tensors, moments = dict(proposed.tensors), dict(before.moments)

@@ -1,7 +1,7 @@
-"""Triton kernels for GPUs: masks, packing under masks, codes. Each gives the same bits as torch.
+"""Triton kernels for GPUs: masks, packing with masks, codes. Each gives the same bits as torch.
 
-Import it through `triton_available.load_kernels`: Triton may be missing, or may not work. With TRITON_INTERPRET=1 they
-run on the CPU, slowly, for tests.
+Import this module through `triton_available.load_kernels`: Triton may be missing, or may not work. With
+TRITON_INTERPRET=1, the kernels run on the CPU, slowly, for tests.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 _Result = TypeVar("_Result")
 
-_LANES = 128  # blocks of a keystream in a program, one a thread
-_DRAWN = 64 * _LANES  # entries of a mask in a program
-_PACKED = 2048  # entries in a program that packs or unpacks
-_CODED = 4096  # entries in a program that quantises, or one block
+_LANES = 128  # keystream blocks per program, one per thread
+_DRAWN = 64 * _LANES  # mask entries per program
+_PACKED = 2048  # entries per program that packs or unpacks
+_CODED = 4096  # entries per program that quantizes, or one block
 
 
 def _there(function: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Wrap a function: make tensors contiguous and select their device, since Triton launches on the current one."""
+    """Wrap a function: make tensors contiguous and select their device, because Triton launches on the current one."""
 
     @functools.wraps(function)
     def run(*given: Any) -> _Result:
@@ -35,7 +35,7 @@ def _there(function: Callable[..., _Result]) -> Callable[..., _Result]:
 
 
 def self_test(device: torch.device) -> None:
-    """Run every kernel once. Raises the error of a kernel that does not work."""
+    """Run every kernel once. Raises the error from a kernel that does not work."""
     drawn = draw_mask(torch.zeros(2, 16, dtype=torch.int32, device=device), 128, 1, 100)
     values = torch.ones(100, dtype=torch.int16, device=device)
     unpack_masked(pack_masked(values, drawn), drawn, count_masked(drawn)[0])
@@ -86,7 +86,7 @@ def _word(state, i: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _blocks(state, LANES: tl.constexpr):
-    """Return this program's words of the keystream: (LANES, 16), one block per row."""
+    """Return this program's keystream words: (LANES, 16), one block per row."""
     number = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.uint32)
     s0, s1, s2, s3 = _word(state, 0, LANES), _word(state, 1, LANES), _word(state, 2, LANES), _word(state, 3, LANES)
     s4, s5, s6, s7 = _word(state, 4, LANES), _word(state, 5, LANES), _word(state, 6, LANES), _word(state, 7, LANES)
@@ -118,7 +118,7 @@ def _blocks(state, LANES: tl.constexpr):
 
 @triton.jit
 def _places(LANES: tl.constexpr):
-    """Return the positions of the words of `_blocks`."""
+    """Return the positions of the words from `_blocks`."""
     block = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     return block[:, None] * 16 + tl.arange(0, 16)[None, :]
 
@@ -132,8 +132,8 @@ def _words(state, out, LANES: tl.constexpr):
 def _draw(state, out, tied, splat, TIES: tl.constexpr, LANES: tl.constexpr):
     """Draw four entries per word: 1 if the byte is below the threshold, 2 for a tie; count the ties."""
     x, t = _blocks(state, LANES), splat.to(tl.uint32, bitcast=True)
-    below = (x | 0x80808080) - (t & 0x7F7F7F7F)  # the high bit: the lower seven of x are not below those of t
-    # With x ^ 0xFFFFFFFF for ~x, which Triton's interpreter cannot compute in uint32.
+    below = (x | 0x80808080) - (t & 0x7F7F7F7F)  # the high bit: the lower seven bits of x are not below those of t
+    # x ^ 0xFFFFFFFF replaces ~x, which Triton's interpreter cannot compute in uint32.
     other = x ^ t
     codes = ((((x ^ 0xFFFFFFFF) & t) | ((other | below) ^ 0xFFFFFFFF)) >> 7) & 0x01010101
     if TIES:
@@ -146,7 +146,7 @@ def _draw(state, out, tied, splat, TIES: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _before(ends):
-    """Return the count over all programs before this one; `ends` contains the running total after each."""
+    """Return the count over all programs before this one; `ends` contains the running total after each program."""
     number = tl.program_id(0)
     return tl.load(ends + number - 1, mask=number > 0, other=0)
 
@@ -157,9 +157,9 @@ def _settle(drawn, words, ends, rest, SIZE: tl.constexpr):
     at = drawn + tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     codes = tl.load(at)
     ties = (codes >> 1) & 0x01010101
-    upto = ties * 0x01010101  # in each byte the ties of the word until there
+    upto = ties * 0x01010101  # each byte: the word's ties up to and including it
     many = upto >> 24
-    words += _before(ends)  # so that the ranks of this program fit into int32
+    words += _before(ends)  # so that this program's ranks fit in int32
     rank = tl.cumsum(many, 0) - many - 1
     for i in tl.static_range(4):
         tied = ((ties >> (8 * i)) & 1) != 0
@@ -189,7 +189,7 @@ def unpack_masked(values: Tensor, mask: Tensor, ends: Tensor) -> Tensor:
 
 @_there
 def count_masked(mask: Tensor) -> tuple[Tensor, int]:
-    """Return the running count of ones at the end of every program's entries, and the total of a flat mask."""
+    """Return the running count of a flat mask's ones after each program's entries, and the total."""
     counts = torch.empty(-(-len(mask) // _PACKED), dtype=torch.int32, device=mask.device)
     if not len(mask):
         return counts, 0
@@ -200,7 +200,7 @@ def count_masked(mask: Tensor) -> tuple[Tensor, int]:
 
 @triton.jit
 def _loaded(pointer, start, n, SIZE: tl.constexpr):
-    """Load entries from `start` on, zeros after the last; without a mask (usually) several per thread at once."""
+    """Load entries from `start` on, with zeros after the last; without a mask (usually), several per thread at once."""
     at = tl.arange(0, SIZE)
     if start + SIZE <= n:
         entries = tl.load(pointer + start + at)
@@ -238,9 +238,9 @@ def _scatter(values, mask, ends, out, n, SIZE: tl.constexpr):
 
 @_there
 def quantize_blocks(flat: Tensor, block: int, half: int, middles: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """Return codes (uint8) and scales (fp32, one per block) of a flat tensor; a NaN makes its block's scale NaN.
+    """Return a flat tensor's codes (uint8) and scales (fp32, one per block); a NaN makes its block's scale NaN.
 
-    Without `middles`, the code is the nearest even step from -half to half; with them, how many of them are below.
+    Without `middles`, the code is the nearest even step from -half to half; with them, the number of middles below.
     """
     wide = triton.next_power_of_2(block)
     rows, blocks = max(1, _CODED // wide), -(-len(flat) // block)
@@ -248,7 +248,7 @@ def quantize_blocks(flat: Tensor, block: int, half: int, middles: tuple[float, .
     scales = torch.empty(blocks, device=flat.device)
     if blocks:
         edges = _edges(middles, flat.device)
-        # Fused, a product and a sum are rounded once; the CPU rounds both.
+        # A fused product and sum would be rounded only once; the CPU rounds both.
         _code[(-(-blocks // rows),)](
             flat, codes, scales, edges, len(flat), block, half, len(middles), wide, rows, enable_fp_fusion=False
         )
@@ -270,17 +270,17 @@ def _code(
     first = tl.program_id(0).to(tl.int64) * ROWS
     start = first * block
     at = row[:, None] * block + column[None, :]
-    left = tl.minimum(n - start, ROWS * block).to(tl.int32)  # entries of this program
-    if block == WIDE and left == ROWS * block:  # without a mask, a thread loads several at once
+    left = tl.minimum(n - start, ROWS * block).to(tl.int32)  # this program's entries
+    if block == WIDE and left == ROWS * block:  # without a mask, a thread loads several entries at once
         value = tl.load(x + start + at).to(tl.float32)
     else:
         value = tl.load(x + start + at, mask=(column < block)[None, :] & (at < left), other=0.0).to(tl.float32)
-    is_nan = tl.max((value != value).to(tl.int32), 1) > 0  # a maximum leaves NaN out
+    is_nan = tl.max((value != value).to(tl.int32), 1) > 0  # a maximum ignores NaN
     scale = tl.where(is_nan, float("nan"), tl.max(tl.abs(value), 1))
     tl.store(scales + first + row, scale, mask=row * block < left)
     value = tl.div_rn(value, tl.where(scale == 0.0, 1.0, scale)[:, None] + tl.zeros([ROWS, WIDE], tl.float32))
     if MIDDLES == 0:
-        even = value * half + 12582912.0  # 1.5 * 2**23: the sum has no bits for fractions, and rounds to even
+        even = value * half + 12582912.0  # 1.5 * 2**23: the sum has no fraction bits, and rounds to even
         code = (even - 12582912.0 + half).to(tl.int32).to(tl.uint8)
     else:
         below = tl.zeros([ROWS, WIDE], tl.int32)

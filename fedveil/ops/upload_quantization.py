@@ -29,7 +29,7 @@ class UploadQuantization:
 
     def __post_init__(self) -> None:
         if self.bits:
-            self._coder  # noqa: B018  # it checks the bits
+            self._coder  # noqa: B018  # this access checks upload_bits
 
     @property
     def _coder(self) -> BlockQuantizer:

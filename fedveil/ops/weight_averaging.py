@@ -28,7 +28,7 @@ class WeightAveragingMethod(Method):
     upload_bits: int = 0
 
     def __post_init__(self) -> None:
-        self._uploads  # noqa: B018  # it checks the bits
+        self._uploads  # noqa: B018  # this access checks upload_bits
 
     @property
     def _uploads(self) -> UploadQuantization:

@@ -1,12 +1,12 @@
 """Compute epsilon from charges, and noise for a target epsilon. No other module computes bounds.
 
-Noise multipliers are z = (standard deviation of the noise on a sum) / (bound C of one record's part in it). Replacing
-one record moves the sum by up to 2 C; zeroing one out moves it by up to C.
+Noise multipliers are z = (standard deviation of the noise on a sum) / (bound C on one record's part in it). Replacing
+a record moves the sum by up to 2 C; zeroing one out moves it by up to C.
 
 | step | how it is counted | how exact |
 |---|---|---|
 | Gaussian steps only | the analytic Gaussian mechanism: z / sqrt(steps), halved under replace-one | exact |
-| with Poisson subsampling, or with batches of a fixed size under replace-one | the dominating pair of each step
+| with Poisson subsampling, or with fixed-size batches under replace-one | the dominating pair of each step
   (dominating_pairs.py), all in one composition with the Gaussian steps | exact for Poisson, an upper bound for fixed
   sizes; the grid adds less than 0.01 % |
 | integer noise in a sum ("summed") | as the Gaussian or Poisson step that is rounded to it, at delta (1 - 2^-10), if
@@ -14,20 +14,20 @@ one record moves the sum by up to 2 C; zeroing one out moves it by up to C.
 | "summed" where the distance is too large or unknown, and sums of ledgers before version 4 | Renyi, for a discrete
   Gaussian has a Gaussian's Renyi divergence, but not its loss distribution; at orders where Poisson subsampling has it
   too (see `_renyi`) | an upper bound |
-| those beside sampled steps | epsilon of each group at delta / 2, added up | an upper bound, by basic composition |
+| those together with sampled steps | the sum of each group's epsilon at delta / 2 | an upper bound, by composition |
 | sampling without replacement, under zero-out | none: all batches change with the number of rows | infinite |
 | no noise: z = 0 | - | infinite |
 | "summed" above an epsilon of about 80 | none: the sampler's table is not exact enough for more | infinite |
 
-The z of integer noise is in units of D1, the largest distance between one record's integers and those of no record. Two
-records are at most 2 D1 apart. In ledgers before version 4, z may be in units of half the distance of two records,
-which is at least D1 / 1.5: for these, z / 1.5 replaces z in units of D1.
+The z of integer noise is in units of D1, the largest distance between the integers with one record and with no record.
+Two records are at most 2 D1 apart. In ledgers before version 4, z may be in units of half the distance between two
+records, which is at least D1 / 1.5: for these, z / 1.5 replaces z in units of D1.
 
-Integer noise is charged twice: as "summed", with the noise of all honest sites of a sum, and as "own share", with the
-noise of only the site itself. `compute_epsilon` counts the first, which holds if no more sites collude with the server
+Integer noise is charged twice: as "summed", with the noise of all honest sites in a sum, and as "own share", with the
+noise of the site alone. `compute_epsilon` counts the first, which holds if no more sites collude with the server
 than the run config allows. `epsilon_against_all` is for the server and all other sites together.
 
-dp-accounting loads scipy's statistics (1.5 s of CPU time, 70 MB). It is imported only where an epsilon is computed,
+dp-accounting loads scipy's statistics (1.5 s of CPU time, 70 MB). It is imported only when an epsilon is computed,
 because every server and worker imports this module, even in a run without a guarantee.
 """
 
@@ -79,25 +79,25 @@ __all__ = [
 Charges = tuple[tuple[Step, int], ...]
 
 _LARGEST_MULTIPLIER = 1e6
-_TOLERANCE = 1e-3  # relative, of a calibrated multiplier; always on the private side
-_INTERVAL = 4e-4  # of privacy losses, at most, at which an epsilon is charged
-_COARSER = (256, 64, 16, 4)  # multiples of the finest interval, which are tried first
-_GRID_SHARE = 2.0**-20  # of delta that the ends of all steps' grids may take
+_TOLERANCE = 1e-3  # relative tolerance of a calibrated multiplier; always on the private side
+_INTERVAL = 4e-4  # maximum interval of privacy losses at which an epsilon is charged
+_COARSER = (256, 64, 16, 4)  # multiples of the finest interval, tried first
+_GRID_SHARE = 2.0**-20  # fraction of delta for the truncated ends of all steps' grids
 _LEFT = 0.1  # lower bound on the error left, relative to the last refinement's gain: fourfold intervals leave 1/15 once
 # their error is quadratic
 _HALF_ORDERS = [order / 2 for order in (*range(3, 128), 128, 160, 192, 256, 384, 512, 1024)]
 _TABLE_DISTANCE = (
     2.0**-163
-)  # of a round's noise: discrete_gaussian.total_variation_bound of 2^30 draws at each of 2^13 sites
-_TABLE_SHARE = 2.0**-20  # of delta that it may take
-VARIATION_SHARE = 2.0**-10  # of delta that the distance of sums from the continuous mechanism may take
-_OLD_UNIT = 1.5  # the most that D1 can be of the unit of an old sum, in which rounding at most doubled the noise
+)  # for a round's noise: discrete_gaussian.total_variation_bound of 2^30 draws at each of 2^13 sites
+_TABLE_SHARE = 2.0**-20  # fraction of delta that this distance may take
+VARIATION_SHARE = 2.0**-10  # fraction of delta that the distance of sums from the continuous mechanism may take
+_OLD_UNIT = 1.5  # maximum of D1 in units of an old sum, in which rounding at most doubled the noise
 
 
 def max_charged(multiplier: float, sampling: Sampling, plan: SamplingPlan, across_rounds: bool) -> Spent:
-    """Return the charge over the plan for the site's most often sampled record.
+    """Return the charge under the plan for the site's most frequently sampled record.
 
-    A record is in at most one of the disjoint batches of an epoch. Every participation begins an epoch; with
+    A record is in at most one of an epoch's disjoint batches. Every participation begins an epoch; with
     `across_rounds`, consecutive rounds instead take consecutive steps of one epoch.
     """
     check_sampling(sampling, plan.neighbours)
@@ -122,7 +122,7 @@ def _sorted(charges: Spent) -> Charges:
 
 
 def round_epsilon(charges: Spent, delta: float, neighbours: Adjacency) -> float:
-    """Return an upper bound that `stated_guarantee` prints as it prints `compute_epsilon`; often much faster."""
+    """Return an upper bound that `stated_guarantee` prints the same as `compute_epsilon`; often much faster."""
     check_delta(delta)
     for low, high in _narrowing(charges, delta, neighbours):
         if stated_guarantee(low, delta, neighbours) == stated_guarantee(high, delta, neighbours):
@@ -131,11 +131,11 @@ def round_epsilon(charges: Spent, delta: float, neighbours: Adjacency) -> float:
 
 
 def _narrowing(charges: Spent, delta: float, neighbours: Adjacency) -> Iterator[tuple[float, float]]:
-    """Yield bounds on `compute_epsilon`, each closer and more expensive; the last pair equals it.
+    """Yield (lower, upper) bounds on `compute_epsilon`, each pair tighter and costlier; the last pair equals it.
 
-    The upper bounds are valid: losses on a coarser grid dominate those on a finer grid that contains it. The lower ones
-    assume that refinements do not remove a growing share of the remaining error: it decreases with the root of the
-    interval, then with the interval, then with its square. Tests compare both with the finest grid.
+    The upper bounds are valid: losses on a coarser grid dominate those on a finer grid that contains it. The lower
+    bounds assume that refinements do not remove a growing share of the remaining error, which decreases with the root
+    of the interval, then with the interval, then with its square. Tests compare both with the finest grid.
     """
     steps, upper_bounds = _sorted(charges), list[float]()
     for multiple in _COARSER if any(0 < step.batch < step.examples for step, _ in steps) else ():
@@ -146,7 +146,7 @@ def _narrowing(charges: Spent, delta: float, neighbours: Adjacency) -> Iterator[
 
 
 def _at_least(found: list[float]) -> float:
-    """Estimate a lower bound on the last of three epsilons under further refinement, by their ratio; 0 if unknown."""
+    """Estimate, from three epsilons, a lower bound on the last one under further refinement; 0 if unknown."""
     if len(found) < 3 or not all(map(math.isfinite, found)):
         return 0.0
     before, last = found[0] - found[1], found[1] - found[2]
@@ -156,10 +156,10 @@ def _at_least(found: list[float]) -> float:
 
 
 def mean_loss(charges: Spent) -> float:
-    """Bound the mean privacy loss (Kullback-Leibler) of the steps.
+    """Bound the mean privacy loss (Kullback-Leibler divergence) of the steps.
 
-    The time and memory of a privacy loss distribution grow with it. For one step at rate q, under either
-    relation, it is at most 2 q / z^2 (convexity); with Poisson sampling it is also at most
+    The time and memory for a privacy loss distribution grow with it. For one step at rate q, under either
+    adjacency, it is at most 2 q / z^2 (convexity); with Poisson sampling it is also at most
     2 q^2 / (1 - q) (e^(1/z^2) - e^(-1/z^2)) (chi-square distance).
     """
     total = 0.0
@@ -173,14 +173,14 @@ def mean_loss(charges: Spent) -> float:
             batch / examples if examples else 1.0,
         )
         one = 2 * rate * inverse
-        if kind != "fixed" and rate < 1 and inverse < 1:  # above 1, the other bound is the smaller one
+        if kind != "fixed" and rate < 1 and inverse < 1:  # above 1, the other bound is smaller
             one = min(one, 4 * rate**2 / (1 - rate) * math.sinh(inverse))
         total += count * one
     return total
 
 
 def epsilon_in_sum(charges: Spent, own: Spent, variations: tuple[float, float] = (0.0, 0.0)) -> Spent:
-    """Return charges of both kinds for the same uses: with the noise of a sum, and with a site's own share of it."""
+    """Return both kinds of charges for the same uses: with the noise in a sum, and with a site's own share of it."""
     kinds = zip((SUMMED, OWN_SHARE), (charges, own), variations, strict=True)
     return {
         step._replace(kind=kind, variation=variation): count
@@ -200,7 +200,7 @@ def epsilon_against_all(charges: Spent) -> Spent:
 
 
 def name_sum_accountant(charges: Spent, delta: float, neighbours: Adjacency) -> str:
-    """Return by which accountant `compute_epsilon` counts the noise in sums; "" without such noise."""
+    """Return the name of the accountant that `compute_epsilon` uses for noise in sums; "" without such noise."""
     counted = _counted(_sorted(charges))
     if not any(step.kind in (SUMMED, OLD_SUMMED) for step, _ in counted):
         return ""
@@ -231,7 +231,7 @@ def _counted(charges: Charges) -> Charges:
 
 
 def _epsilon_as_continuous(charges: Charges, delta: float, neighbours: Adjacency, multiple: int) -> float | None:
-    """Compute epsilon with the noise in sums as continuous noise; None if its distance from that is too large.
+    """Compute epsilon with the noise in sums as continuous noise; None if it is too far from continuous.
 
     delta(epsilon) of the sums is at most that of the continuous mechanism plus (1 + e^epsilon) times the distance.
     """
@@ -267,7 +267,7 @@ def _epsilon_of_pairs(charges: Charges, delta: float, neighbours: Adjacency, mul
 
 
 def loss_distributions(charges: Spent, delta: float, neighbours: Adjacency) -> list[PLDPmf]:
-    """Return the privacy losses of Gaussian and sampled steps together, one for each order of the two data sets."""
+    """Return the loss distributions of Gaussian and sampled steps together, one per order of the two data sets."""
     check_delta(delta)
     return _distributions(_pairs(_sorted(charges), neighbours), delta, 1)
 
@@ -281,7 +281,7 @@ def _distributions(pairs: list[tuple[DominatingPair, int]], delta: float, multip
 
 
 def _pairs(charges: Iterable[tuple[Step, int]], neighbours: Adjacency) -> list[tuple[DominatingPair, int]]:
-    """Return the dominating pair of each kind of step with its count; Gaussian steps are one release."""
+    """Return each kind of step's dominating pair with its count; Gaussian steps form one release."""
     from fedveil.privacy import dominating_pairs
 
     replaced = neighbours is Adjacency.REPLACE_ONE
@@ -306,7 +306,7 @@ def _total_variation(pairs: Iterable[tuple[DominatingPair, int]]) -> float:
 
 
 def _together(charges: Iterable[tuple[Step, int]]) -> float:
-    """Return z of one Gaussian release that costs as much as these."""
+    """Return the z of one Gaussian release with the same total cost."""
     return float(sum(count / step.multiplier**2 for step, count in charges) ** -0.5)
 
 
@@ -316,13 +316,14 @@ def _moved(neighbours: Adjacency) -> int:
 
 
 def _renyi(charges: Charges, delta: float, neighbours: Adjacency) -> float:
-    """Compute epsilon of Gaussian and summed steps.
+    """Compute the epsilon of Gaussian and summed steps.
 
     For integers x and a shift by a vector D of integers, E (q(x) / p(x))^k = exp((k^2 - k) |D|^2 / (2 sigma^2)) for
-    every whole k, as for a Gaussian. So the divergence of a Poisson-subsampled step, whose power at a whole order
-    expands into these, is the Gaussian's there; without subsampling it is so at every order.
+    every whole k, as for a Gaussian. The power of a Poisson-subsampled step at a whole order expands into these terms,
+    so its divergence there equals the Gaussian's; without subsampling, this holds at every order.
 
-    Under replace-one, a subsampled step is bounded via the data set without the record (Mironov 2017, Proposition 11):
+    Under replace-one, a subsampled step is bounded through the data set without the record (Mironov 2017, Proposition
+    11):
     D_a(P, Q) <= (a - 1/2) / (a - 1) D_2a(P, R) + D_2a-1(R, Q).
     """
     from dp_accounting import GaussianDpEvent
@@ -344,7 +345,7 @@ def _renyi(charges: Charges, delta: float, neighbours: Adjacency) -> float:
         total = total + _drawn(drawn, used)
     summed = sum(count for step, count in charges if step.kind == SUMMED)
     epsilon = float(compute_epsilon(used, total, delta * (1 - _TABLE_SHARE if summed else 1))[0])
-    # Draws within a distance d of exact ones add (1 + e^epsilon) d to delta.
+    # Draws within a distance d of exact draws add (1 + e^epsilon) d to delta.
     taken = math.log(summed * _TABLE_DISTANCE) + epsilon + 1 if summed else -math.inf
     return epsilon if taken <= math.log(delta * _TABLE_SHARE) else math.inf
 
@@ -352,16 +353,16 @@ def _renyi(charges: Charges, delta: float, neighbours: Adjacency) -> float:
 def _in_today_s_unit(step: Step, replaced: bool) -> Step:
     if step.kind != OLD_SUMMED:
         return step
-    is_half_of_two = replaced and not step.examples  # the old unit itself: half the distance of two records
+    is_half_of_two = replaced and not step.examples  # the old unit itself: half the distance between two records
     return step._replace(kind=SUMMED, multiplier=step.multiplier / (1 if is_half_of_two else _OLD_UNIT))
 
 
 def _drawn(charges: Iterable[tuple[Step, int]], orders: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return divergences of Poisson-subsampled steps when a record is zeroed out."""
+    """Return the divergences of Poisson-subsampled steps when a record is zeroed out."""
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
     from dp_accounting.rdp import RdpAccountant
 
-    accountant = RdpAccountant(orders.tolist())  # its relation is add-or-remove-one at a fixed rate: zero-out
+    accountant = RdpAccountant(orders.tolist())  # its adjacency, add-or-remove-one at a fixed rate, is zero-out
     for step, count in charges:
         sampled = PoissonSampledDpEvent(step.batch / step.examples, GaussianDpEvent(step.multiplier))
         accountant.compose(sampled, count)
@@ -371,7 +372,7 @@ def _drawn(charges: Iterable[tuple[Step, int]], orders: NDArray[np.float64]) -> 
 def noise_multiplier_for(
     charges: Callable[[float], Spent], wished: float, delta: float, neighbours: Adjacency
 ) -> float:
-    """Return the smallest z, to 0.1 %, whose epsilon is at most `wished`. Raises ConfigError if none up to 1e6 fits."""
+    """Return the smallest z, to 0.1 %, with epsilon at most `wished`. Raises ConfigError if none up to 1e6 fits."""
     check_epsilon(wished)
     check_delta(delta)
 

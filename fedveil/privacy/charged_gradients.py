@@ -1,4 +1,4 @@
-"""Per-example gradients that charge the ledger before each use of examples, and a trainer that offers only these."""
+"""Per-example gradients that charge the ledger before each use of examples, and a trainer that offers only those."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class ChargedGradientSource(WrappedGradientSource):
 
     Args:
         rows: the site's per-example gradients.
-        claim: determines the cost of a use.
-        charger: charges the run in the site's ledger.
+        claim: the guarantee that determines the cost of a use.
+        charger: charges the run to the site's ledger.
     """
 
     def __init__(self, rows: PerExampleGradientSource, claim: PrivacyGuarantee, charger: RunCharger) -> None:
@@ -58,7 +58,7 @@ class ChargedGradientSource(WrappedGradientSource):
             raise
         drawn = super().batches(sampling, steps, rng, skip)
         if len(drawn) > max(steps, 1):
-            raise BudgetError(f"batches: expected at most the {steps} that were charged, found {len(drawn)}; report it")
+            raise BudgetError(f"batches: expected at most the {steps} charged batches, found {len(drawn)}; report it")
         self._paid += drawn
         return drawn
 
@@ -88,10 +88,10 @@ class GradientsOnlyTrainer(PerExampleTrainerWrapper):
 
     @override
     def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
-        """Raises BudgetError."""
+        """Raise BudgetError."""
         raise BudgetError("train: expected only noisy steps under a privacy ledger, found plain training")
 
     @override
     def gradient(self, weights: Weights) -> TrainingResult:
-        """Raises BudgetError."""
+        """Raise BudgetError."""
         raise BudgetError("gradient: expected only noisy steps under a privacy ledger, found a plain gradient")

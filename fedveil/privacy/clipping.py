@@ -3,16 +3,16 @@
 Formal guarantees, for `clipped_sum` and `clipped_outer_sum` with a finite bound C, over all the tensors
 given together:
 1. One record's part has a norm of at most C for any gradient. So adding or removing a record moves the
-   sum by at most C, and replacing one by at most 2 C (up to fp32 rounding of the sum).
-2. The parts are summed, not averaged over the examples drawn: the caller divides by a number that is not
+   sum by at most C, and replacing a record moves it by at most 2 C (up to fp32 rounding of the sum).
+2. The parts are summed, not averaged over the drawn examples: the caller divides by a number that is not
    secret.
 
-`clipped_mean` does what the published code of DP-FPL does. It guarantees neither: one record can move
+`clipped_mean` does the same as the published DP-FPL code. It guarantees neither: one record can move
 the mean by 2 C.
 
 | case | `clipped_sum` |
 |---|---|
-| norm at most C | the gradient is not changed |
+| norm at most C | the gradient does not change |
 | norm 0 | zeros; nothing is divided by 0 |
 | a NaN or an infinity anywhere in a record's gradients | that record's part is zero, in all tensors |
 | no examples (an empty Poisson batch) | zeros of the tensors' shapes |
@@ -27,11 +27,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-PerRow = Mapping[str, Tensor]  # each (rows, *shape)
+PerRow = Mapping[str, Tensor]  # each of shape (rows, *shape)
 
 
 def per_example_norms(gradients: PerRow) -> Tensor:
-    """Return each example's norm over all tensors, (rows,) in fp64, where squares of fp32 numbers cannot overflow."""
+    """Return each example's norm over all tensors, (rows,) in fp64, so that squares of fp32 numbers cannot overflow."""
     each = [torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=torch.float64) for g in gradients.values()]
     norms: Tensor = torch.linalg.vector_norm(torch.stack(each), dim=0)
     return norms
@@ -55,7 +55,7 @@ def clipped_sum(gradients: PerRow, bound: float) -> dict[str, Tensor]:
 def clipped_outer_sum(left: Tensor, right: Tensor, bound: float) -> Tensor:
     """Return `clipped_sum` of the outer products left_i right_i^T, (n, m), without forming them: |l r^T| = |l| |r|.
 
-    With a third dimension, of parts, record i is sum_j left_ij right_ij^T, and its norm is that of this sum:
+    With a third dimension for parts, record i is sum_j left_ij right_ij^T, and its norm is the norm of this sum:
     |sum_j l_j r_j^T|^2 = sum_jk <l_j, l_k> <r_j, r_k>.
     """
     _check(bound)
@@ -63,7 +63,7 @@ def clipped_outer_sum(left: Tensor, right: Tensor, bound: float) -> Tensor:
         norms = per_example_norms({"": left}) * per_example_norms({"": right})
     else:
         gram = [side.double() @ side.double().mT for side in (left, right)]
-        norms = (gram[0] * gram[1]).sum((1, 2)).clamp(min=0.0).sqrt()  # rounding may take it below 0; NaN stays NaN
+        norms = (gram[0] * gram[1]).sum((1, 2)).clamp(min=0.0).sqrt()  # rounding may go below 0; NaN stays NaN
     finite = torch.isfinite(norms)
     factors = torch.where(finite, bound / norms.clamp(min=bound), 0.0)
     each = (-1, *(1 for _ in left.shape[1:]))

@@ -1,20 +1,20 @@
 """The discrete Gaussian, P(x) ~ exp(-x^2 / (2 sigma^2)): integer noise drawn by inversion of its cumulative weights.
 
-A draw is the number of thresholds t_j = floor(2^256 P(X <= j)) that a uniform word of 256 bits reaches.
-Its first 64 bits decide, unless a threshold begins with the very same 64; then the other 192 are drawn
-too.
+A draw is the number of thresholds t_j = floor(2^256 P(X <= j)) that a uniform 256-bit word reaches.
+Its first 64 bits decide, unless a threshold begins with exactly the same 64 bits; then the other 192 are
+also drawn.
 
-Formal guarantees: the distribution is exact within `total_variation_bound` of total variation, and with
-`os.urandom` the draws cannot be replayed. Draws involve no floats: thresholds are integers, from weights
-with 60 more digits than they have. Time and memory depend only on sigma. As with any table, looking up a
+Formal guarantees: the distribution is exact up to a total variation distance of `total_variation_bound`, and
+with `os.urandom` the draws cannot be replayed. Draws involve no floats: thresholds are integers, computed from
+weights with 60 more digits. Time and memory depend only on sigma. As with any table, looking up a
 word causes cache misses that depend on the draw.
 
-Sums of n such draws differ from one draw of n times the variance by tau (Kairouz, Liu, Steinke 2021, The
+Sums of n such draws differ from one draw with n times the variance by tau (Kairouz, Liu, Steinke 2021, The
 Distributed Discrete Gaussian Mechanism, Theorem 1). This is negligible once sigma is 4 or more.
 
 | case | result |
 |---|---|
-| sigma below 4, or above 2^15 | ValueError: sums are no discrete Gaussian, or the table takes too much memory |
+| sigma below 4, or above 2^15 | ValueError: sums are not discrete Gaussian, or the table takes too much memory |
 | |x| > 17 sigma | never drawn; its weight, below 2^-207, is in `total_variation_bound` |
 """
 
@@ -32,11 +32,11 @@ from numpy.typing import NDArray
 from fedveil.privacy.gaussian_noise import Source
 
 LEAST_SIGMA, MOST_SIGMA = 4.0, 32_768.0
-TAIL = 17  # sigmas that the table reaches to
-_BITS = 256  # bits of a threshold
-_WORD = 64  # leading bits that nearly always decide a draw
-_SPARE = 200  # extra bits of the weights, so that a million products lose no bit of a threshold
-_BLOCK = 1 << 16  # draws at a time
+TAIL = 17  # reach of the table, in sigmas
+_BITS = 256  # bits in a threshold
+_WORD = 64  # leading bits that almost always decide a draw
+_SPARE = 200  # extra bits in the weights, so that a million products lose no bit of a threshold
+_BLOCK = 1 << 16  # number of draws at a time
 
 
 def max_draw(sigma: float) -> int:
@@ -45,13 +45,13 @@ def max_draw(sigma: float) -> int:
 
 
 def total_variation_bound(draws: int, sigma: float) -> float:
-    """Bound the total variation distance between this many draws and exact ones."""
+    """Bound the total variation distance between this many draws and exact draws."""
     table = (2 * max_draw(sigma) + 1) * 2.0**-_BITS
     return draws * (table + 2 * math.exp(-(TAIL**2) / 2))
 
 
 def sum_divergence(summands: int, sigma: float) -> float:
-    """Return the largest log-ratio of weights between a sum of draws and one draw of the same variance."""
+    """Return the largest log-ratio between the weights of a sum of draws and of one draw with the same variance."""
     return 10 * sum(math.exp(-2 * (math.pi * sigma) ** 2 * k / (k + 1)) for k in range(1, summands))
 
 
@@ -65,14 +65,14 @@ def draw_discrete_gaussian(count: int, sigma: float, source: Source) -> NDArray[
         size = min(_BLOCK, count - start)
         words = np.frombuffer(source(size * _WORD // 8), dtype="<u8")
         reached = np.searchsorted(firsts, words, side="right")
-        for i in np.flatnonzero(firsts[reached - 1] == words):  # -1: the last one, which a word below all others is not
+        for i in np.flatnonzero(firsts[reached - 1] == words):  # a word below all others gets -1, and differs
             reached[i] = _of_a_tie(int(words[i]), sigma, source)
         drawn[start : start + size] = reached + low
     return drawn
 
 
 def _of_a_tie(word: int, sigma: float, source: Source) -> int:
-    """Decide a draw by all bits. This is so rare (2^-44 of draws with the largest table) that it rebuilds the table."""
+    """Decide a draw by all its bits. This is so rare (2^-44 of draws, largest table) that it rebuilds the table."""
     rest = int.from_bytes(source((_BITS - _WORD) // 8), "little")
     return bisect_right(cdf_thresholds(sigma), word << (_BITS - _WORD) | rest)
 
@@ -98,7 +98,7 @@ def _weights(sigma: float) -> list[int]:
     bits = _BITS + _SPARE
     with decimal.localcontext() as context:
         context.prec = 160
-        variance = decimal.Decimal(sigma) ** 2  # exact: a float is a dyadic number
+        variance = decimal.Decimal(sigma) ** 2  # exact, because a float is a dyadic rational
         ratio = int((-1 / (2 * variance)).exp() * (1 << bits))
         falls = int((-1 / variance).exp() * (1 << bits))
     weights = [1 << bits]

@@ -7,9 +7,9 @@ that add noise themselves.
 | symbol | code | unit |
 |---|---|---|
 | z | `multiplier` | noise on the sum over D1 |
-| P | `part` | of an upload, by which one example moves it from an upload without the example |
-| h | `honest` | sites of a sum whose noise is unknown to the adversary: secure.min-sites - secure.max-colluders |
-| S, C, d | `scale`, `bound`, `entries` | integers a unit; bound on an entry; entries of an upload |
+| P | `part` | how far one example moves an upload from the upload without it |
+| h | `honest` | sites in a sum with noise unknown to the adversary: secure.min-sites - secure.max-colluders |
+| S, C, d | `scale`, `bound`, `entries` | integers per unit; bound on an entry; entries in an upload |
 | sigma_i | `deviation` | standard deviation at a site; integers |
 | V | `variations` | distance of one sum from a continuous mechanism |
 
@@ -18,23 +18,23 @@ that add noise themselves.
     V = sqrt d 9e-4 / sigma^4 + d tau + the sampler's distance,    sigma^2 = h sigma_i^2
 
 D1 is the sensitivity of the integers to one record against none. The two uploads differ by P, and clipping
-an entry moves no two values apart. Rounding to integers moves an entry by at most 1/2 on either side. So the difference
-of an entry moves by at most 1, and that of d entries by sqrt d. An entry is fp32, of weights within +-C
-and a change within +-C. That makes two roundings of at most 2^-23 C on either side, which the last term
-counts along with all fp64 rounding. So noise of z D1 integers is worth the z of the run config in any
+an entry never moves two values farther apart. Rounding to integers moves an entry by at most 1/2 in each upload. So the
+difference in one entry changes by at most 1, and the difference over d entries by at most sqrt d. An entry is fp32, the
+sum of weights within +-C and a change within +-C. That makes two roundings of at most 2^-23 C in each upload, which the
+last term counts along with all fp64 rounding. So noise of z D1 integers is worth the z of the run config in any
 ring. Two records are at most 2 D1 apart.
 
-round(N(0, s^2)) added to integers is the continuous mechanism with its result rounded. The discrete Gaussian
+round(N(0, s^2)) added to integers is the continuous mechanism with a rounded result. The discrete Gaussian
 of sigma is within sqrt d 9e-4 / sigma^4 of round(N(0, sigma^2 - 1/12)) in total variation (8.51e-4 from
-sigma = 4 on), and a sum of h draws is within a log-ratio of tau an entry of one draw. So sums count as
-continuous where V fits into the guarantee's delta. S is so fine that it does, up to the sampler's largest
-sigma; beyond that they count by Renyi divergences (accounting.py, "summed").
+sigma = 4 on), and a sum of h draws is within a log-ratio of tau per entry of one draw. So sums count as
+continuous if V fits into the guarantee's delta. S is fine enough for that up to the sampler's largest
+sigma; beyond it, sums are counted by Renyi divergences (accounting.py, "summed").
 
 Formal guarantees, for each example of a site, if the server follows the protocol and at most `colluding`
-sites of a sum tell it their noise:
+sites in a sum tell it their noise:
 1. An unmasked sum has at least `secure.min-sites` uploads (site.py refuses others), so it has noise of at
 least sigma that is unknown to the adversary.
-2. Against the server and all other sites together, only the site's own share is left: z / sqrt h ("own
+2. Against the server and all other sites together, only the site's own share remains: z / sqrt h ("own
    share").
 3. All summed entries have noise, even the zeros of a tensor that a method omits.
 4. A clipped entry is not refused: whether an entry is clipped depends on the examples, and a refusal
@@ -43,10 +43,10 @@ least sigma that is unknown to the adversary.
 | case | result |
 |---|---|
 | secure.enabled = false, max-weight above 1, no honest site, no noise | ConfigError before any site is asked |
-| more than one use of the examples between two sums | ConfigError: the second would be at a point without noise |
-| the site's share is below 4 integers, or rounding more than doubles it | ConfigError: sums of it are no discrete
+| more than one use of the examples between two sums | ConfigError: the second use would be at noiseless weights |
+| the site's share is below 4 integers, or rounding more than doubles it | ConfigError: sums of it are not discrete
   Gaussian, or secure.clip-bound is far above the values |
-| a deterministic run | its noise is seeded: not private |
+| a deterministic run | not private, because its noise is seeded |
 """
 
 from __future__ import annotations
@@ -71,29 +71,29 @@ from fedveil.errors import ConfigError
 from fedveil.privacy import accounting, discrete_gaussian
 from fedveil.privacy.ledger_account import MAX_RUNS
 
-MOST_ENTRIES = 1 << 30  # for which the table's distance is accounted
-_ROUNDED = 2.0**-21  # of the bound: rounding of an entry by floats, on both sides together
+MOST_ENTRIES = 1 << 30  # maximum number of entries for which the table's distance is accounted
+_ROUNDED = 2.0**-21  # float rounding of an entry, as a fraction of the bound, in both uploads together
 _FINE = 64  # sigma_i relative to the effect of rounding; finer integers make no visible difference
 _LEAST_TARGET = 1024.0
-_LARGEST_EPSILON = 100.0  # of a guarantee; above it, noise in a sum has none
+_LARGEST_EPSILON = 100.0  # largest epsilon of a guarantee; above it, noise in a sum gives none
 _DISCRETE = 9e-4  # sigma^4 times the distance of one entry's discrete Gaussian from a rounded continuous one
-_ROUNDED_VARIANCE = 1 / 12  # of a continuous value rounded to an integer
-_RUNS = 8  # of the planned length, for which a sum is fine enough: attempts that fail are charged as well
-_UNLIMITED = 8.0  # the epsilon for which the sums of a guarantee without a limit are judged
-_SPARE = 2.0**-40  # by which sums of floats may exceed the largest draw
+_ROUNDED_VARIANCE = 1 / 12  # variance from rounding a continuous value to an integer
+_RUNS = 8  # multiple of the planned length for which a sum is fine enough; failed attempts are also charged
+_UNLIMITED = 8.0  # epsilon used to judge the sums of a guarantee without a limit
+_SPARE = 2.0**-40  # margin by which sums of floats may exceed the largest draw
 
 
 @final
 @dataclass(frozen=True)
 class DistributedDiscreteGaussian(PrivacyGuarantee):
-    """A privacy guarantee whose noise is added in the sum of uploads.
+    """A privacy guarantee whose noise is spread over the uploads in a sum.
 
     Attributes:
         claim: the same guarantee with its noise at the site.
         noise: the noise that an upload needs.
-        honest: h.
-        rounds: planned sums of a site's uploads.
-        variations: V of a sum and of the site's own share, as charged; 1 if it is too large or not known yet.
+        honest: h, as in the table above.
+        rounds: planned number of sums with a site's uploads.
+        variations: V of a sum and of the site's own share, as charged; 1 if too large or not yet known.
     """
 
     claim: PrivacyGuarantee
@@ -104,7 +104,7 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
 
     @classmethod
     def from_guarantee(cls, claim: PrivacyGuarantee | None, config: RunConfig) -> DistributedDiscreteGaussian:
-        """Create the guarantee for secure.noise = "sum". Raises ConfigError as the table above lists."""
+        """Create the guarantee for secure.noise = "sum". Raises ConfigError in the cases in the table above."""
         secure = config.secure
         if not secure.enabled:
             raise ConfigError(
@@ -150,50 +150,48 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
 
     @property
     def _multipliers(self) -> tuple[float, float]:
-        """Return the multipliers of a whole use: with all honest sites' noise, and with the site's own share."""
+        """Return the multipliers for a full use: with all honest sites' noise, and with the site's own share."""
         noise = self.noise
         return tuple(joint_budget(noise.multiplier / root, *noise.kept) for root in (1.0, math.sqrt(self.honest)))  # type: ignore[return-value]
 
     @property
     def words(self) -> str:
-        """Return a sentence on where the noise is and which parties the guarantee relies on."""
+        """Return a sentence about where the noise is and which parties the guarantee relies on."""
         return (
             f"noise is in the sum: the claim relies on {self.honest} honest sites in every sum, each of which keeps "
             "its share of the noise secret, and on a server that follows the protocol"
         )
 
     def at_scale(self, scale: float, entries: int, bound: float) -> DistributedDiscreteGaussian:
-        """Return the guarantee of uploads at this scale, whose distance from a continuous mechanism is known."""
+        """Return the guarantee for uploads at this scale, where the distance from a continuous mechanism is known."""
         own = self.deviation(scale, entries, bound)
         return replace(self, variations=(self._charged(own, entries, self.honest), self._charged(own, entries, 1)))
 
     def as_planned(self) -> DistributedDiscreteGaussian:
-        """Return the guarantee of sums with the full resolution of `scale`, which the ring must be large enough to
-        hold."""
+        """Return the guarantee for sums at the full resolution of `scale`, which the ring must be large enough for."""
         return replace(self, variations=(self._fine, self._fine if self.honest == 1 else 1.0))
 
     @property
     def _fine(self) -> float:
-        """Return the largest V at which a sum counts as fine: small enough for the run and for the delta of a
-        reservation."""
+        """Return the largest V for a sum to count as fine: small enough for the run and for a reservation's delta."""
         budget = self.claim.budget
         epsilon = budget.epsilon if budget.epsilon <= _LARGEST_EPSILON else _UNLIMITED
         share = accounting.VARIATION_SHARE * budget.delta / MAX_RUNS
         return share / (1 + math.exp(epsilon + 1)) / (_RUNS * self.rounds)  # + 1: epsilon is larger at delta / MAX_RUNS
 
     def _charged(self, own: float, entries: int, sites: int) -> float:
-        """Return the V that is charged, one of two values, so that another ring does not change a run's steps."""
+        """Return the charged V, one of only two values, so that a different ring does not change a run's steps."""
         return self._fine if self._variation(own, entries, sites) <= self._fine else 1.0
 
     def _variation(self, own: float, entries: int, sites: int) -> float:
-        """Return V of the noise of so many sites, each with a deviation of `own`."""
+        """Return V for the noise of this many sites, each with a deviation of `own`."""
         discrete = math.sqrt(entries) * _DISCRETE / (sites * own**2) ** 2
         summands = entries * discrete_gaussian.sum_divergence(sites, own)
         sampler = discrete_gaussian.total_variation_bound(entries * sites, own)
         return min((discrete + summands + sampler) * (1 + _SPARE), 1.0)
 
     def deviation(self, scale: float, entries: int, bound: float) -> float:
-        """Return sigma_i."""
+        """Return sigma_i, the standard deviation of a site's noise."""
         fixed, each = self._line(entries, bound)
         return math.sqrt((fixed + each * scale) ** 2 + _ROUNDED_VARIANCE)
 
@@ -208,17 +206,17 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
         return share * root, share * (self.noise.part + root * _ROUNDED * bound)
 
     def _continuous_from(self, entries: int) -> float:
-        """Return sigma_i from which sums are fine enough for a continuous mechanism, if the guarantee has a limit."""
+        """Return the sigma_i above which sums are fine enough to count as continuous, if the guarantee has a limit."""
         if self.claim.budget.epsilon > _LARGEST_EPSILON:
             return 0.0
         spared = self._fine / 2  # the rest is for the other terms of V
         return math.sqrt(math.sqrt(math.sqrt(entries) * _DISCRETE / spared) / self.honest)
 
     def scale(self, entries: int, bound: float, room: float) -> float:
-        """Return S, as fine as is useful under the noise and fits the ring.
+        """Return S, as fine as is useful under the noise and fits into the ring.
 
         Args:
-            room: the largest integer for one site's entry with its noise, so that no sum wraps.
+            room: the largest integer for one site's noisy entry, so that no sum wraps around.
 
         Raises:
             ConfigError: no scale fits.
@@ -239,6 +237,6 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
         return scale
 
     def excess(self, scale: float, entries: int, bound: float) -> float:
-        """Return how much rounding increases the noise over the exact one, as a fraction of it."""
+        """Return how much rounding increases the noise, as a fraction of the exact noise."""
         exact = self.noise.multiplier * self.noise.part * scale / math.sqrt(self.honest)
         return self.deviation(scale, entries, bound) / exact - 1

@@ -1,4 +1,4 @@
-"""Dominating pairs of one step, and their composition on a grid of privacy losses.
+"""Dominating pairs for one step, and their composition on a grid of privacy losses.
 
 A pair (A, B) dominates a step if no two neighboring data sets have a larger hockey-stick divergence
 H_a(P, Q) = sup_E P(E) - a Q(E), at any a >= 0. Pairs that dominate at every a compose (Zhu, Dong, Wang 2022). With the
@@ -7,18 +7,18 @@ noise's standard deviation z and a record's part of at most 1:
 | step | pair | proof |
 |---|---|---|
 | Gaussian | N(m), N(0), with m = 1, or 2 under replace-one; its own reverse | Balle, Wang 2018 |
-| Poisson, zero-out | (1 - q) N(0) + q N(1), N(0), and the reverse; each order is composed, the larger epsilon counts |
-  Zhu et al. 2022 |
+| Poisson, zero-out | (1 - q) N(0) + q N(1), N(0), and the reverse; each order is composed, and the larger epsilon
+  counts | Zhu et al. 2022 |
 | Poisson, replace-one | (1 - q) N(0) + q N(-1), (1 - q) N(0) + q N(1); its own reverse | Koskela et al. 2020 |
 | fixed size, replace-one | the joint pair of A = (1 - q) N(0) + q N(2) and B = N(0) | Zhu et al. 2022, Prop. 30 |
 
-The last step has the curve of (A, B) at a >= 1 and that of (B, A) below. Composing each of the two, and taking the
-larger one, is no upper bound (Lebeda et al. 2025). One pair has both: where A > B, an outcome (x, +) has the masses
-(A, B) and an outcome (x, -) the masses (B, A); one more outcome has the rest on both sides. It exists because A and B
-together have a mass of at most 1 there, q + (2 - 2 q) Phi(-1 / z), and it is its own reverse.
+The last step has the curve of (A, B) at a >= 1 and the curve of (B, A) below. Composing each of the two and taking the
+larger result is not an upper bound (Lebeda et al. 2025). One joint pair has both curves: where A > B, an outcome (x, +)
+has the masses (A, B) and an outcome (x, -) the masses (B, A); one more outcome has the rest on both sides. It exists
+because A and B together have a mass of at most 1 there, q + (2 - 2 q) Phi(-1 / z), and it is its own reverse.
 
-Losses are put on a grid by connecting the dots of a curve, which is an upper bound (Doroshenko et al. 2022). Every tail
-is computed on its small side, never as 1 minus the other: the masses are second differences of the curve.
+Losses are discretized by connecting the dots of a curve, which is an upper bound (Doroshenko et al. 2022). Every tail
+is computed on its small side, never as 1 minus the other side: the masses are second differences of the curve.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from scipy.special import log_ndtr, ndtr
 
 Curve = Callable[[NDArray[np.float64]], NDArray[np.float64]]  # H_a at a = e^loss, for losses of at least 0
 
-_MOST_POINTS = 1 << 19  # of one half of the grid of one step
+_MOST_POINTS = 1 << 19  # maximum number of points in half of one step's grid
 _LARGEST_LOSS = 1e6
 
 
@@ -83,12 +83,12 @@ def fixed_size_pair(rate: float, multiplier: float) -> DominatingPair:
 
 
 def _spread(rate: float, z: float) -> float:
-    """Return the chi-square distance's root, q sqrt(e^(1 / z^2) - 1), capped where losses are no longer small."""
+    """Return the root of the chi-square distance, q sqrt(e^(1 / z^2) - 1), capped where losses are no longer small."""
     return rate * math.sqrt(math.expm1(min(z**-2, 4.0)))
 
 
 def _mixture_against_normal(rate: float, z: float) -> Curve:
-    """Return the curve of ((1 - q) N(0) + q N(1), N(0)): the mixture is a times larger above z t."""
+    """Return the curve of ((1 - q) N(0) + q N(1), N(0)): above z t, the mixture is more than a times as dense."""
 
     def curve(loss: NDArray[np.float64]) -> NDArray[np.float64]:
         small = np.log1p(np.expm1(np.minimum(loss, 1.0)) / rate)
@@ -115,9 +115,10 @@ def _normal_against_mixture(rate: float, z: float) -> Curve:
 
 
 def _mixture_against_mirrored(rate: float, z: float) -> Curve:
-    """Return the curve of ((1 - q) N(0) + q N(-1), (1 - q) N(0) + q N(1)): the first is a times larger below z t.
+    """Return the curve of ((1 - q) N(0) + q N(-1), (1 - q) N(0) + q N(1)).
 
-    With u = e^(x / z^2) and k = q e^(-1 / (2 z^2)), both are equal up to the factor a at the positive root of
+    Below z t, the first is more than a times as dense as the second. With u = e^(x / z^2) and
+    k = q e^(-1 / (2 z^2)), the two are equal up to the factor a at the positive root of
     a k u^2 + (a - 1) (1 - q) u - k = 0.
     """
     log_k = math.log(rate) - 0.5 / z**2
@@ -135,9 +136,9 @@ def _mixture_against_mirrored(rate: float, z: float) -> Curve:
 
 
 def finest_interval(pairs: Iterable[tuple[DominatingPair, int]], most: float, tail: float) -> float:
-    """Return the grid's interval for these pairs and counts: at most `most`, finer where losses spread less.
+    """Return the grid interval for these pairs and counts: at most `most`, and finer if losses spread less.
 
-    Connecting dots adds up to a quarter of the interval's square to a step's variance.
+    Connecting dots adds up to a quarter of the squared interval to a step's variance.
     """
     steps = sum(count for _, count in pairs)
     spread = math.sqrt(sum(count * pair.spread**2 for pair, count in pairs) / steps)
@@ -146,11 +147,11 @@ def finest_interval(pairs: Iterable[tuple[DominatingPair, int]], most: float, ta
 
 
 def compose(pairs: Iterable[tuple[DominatingPair, int]], interval: float, tail: float) -> list[pld_pmf.PLDPmf]:
-    """Return the loss distributions of the pairs, each taken as often as its count: one an order, at most two.
+    """Return the loss distributions of the pairs, each composed as often as its count: one per order, at most two.
 
     Args:
-        interval: of the grid.
-        tail: the divergence at which the grid of one step may end.
+        interval: the grid's interval.
+        tail: the divergence at which one step's grid may end.
     """
     symmetric = all(pair.is_symmetric for pair, _ in pairs)
     orders = [[(pair.curve, pair.reverse, count) for pair, count in pairs]]
@@ -170,7 +171,7 @@ def _composed(order: list[tuple[Curve, Curve, int]], interval: float, tail: floa
 
 
 def _discretized(curve: Curve, reverse: Curve, interval: float, tail: float) -> pld_pmf.PLDPmf:
-    """Connect the dots of a curve, from minus the reverse's largest loss to the curve's own.
+    """Connect the dots of a curve, from minus the reverse curve's largest loss to the curve's own largest loss.
 
     Below a = 1, H_a(A, B) = 1 - a + a H_1/a(B, A).
     """
@@ -183,7 +184,7 @@ def _discretized(curve: Curve, reverse: Curve, interval: float, tail: float) -> 
 
 
 def _largest_loss(curve: Curve, tail: float) -> float:
-    """Return a loss, no more than 1 % or 1e-4 too large, at which the curve is at most `tail`."""
+    """Return a loss, at most 1 % or 1e-4 too large, at which the curve is at most `tail`."""
     low, high = 0.0, 1e-4
     while high < _LARGEST_LOSS and float(curve(np.array([high]))[0]) > tail:
         low, high = high, 2 * high

@@ -7,30 +7,30 @@ dp.learning-rate = eta, dp.epsilon.
 
 Formal guarantees, for each example of the site, against everyone but that site, with a server that does
 not time the site:
-1. A training is `steps` Poisson-subsampled Gaussian releases of multiplier z. `privacy_spent` reports
-   these to the accountant, and the site's ledger is charged before the examples are used. A method's use
+1. A training pass consists of `steps` Poisson-subsampled Gaussian releases with multiplier z. `privacy_spent`
+   reports them to the accountant, and the site's ledger is charged before the examples are used. A method's use
    of the trained weights is post-processing, because the method has no other access to the examples.
-2. Sums are divided by the configured batch size, and no loss is reported. Every upload carries the
-   number of examples: under zero-out it counts as public, under replace-one it does not change.
-3. With an epsilon, the site refuses a client round that would charge a record more, before the examples
+2. Sums are divided by the configured batch size, and no loss is reported. Every upload states the
+   number of examples: under zero-out this number counts as public, under replace-one it does not change.
+3. With an epsilon set, the site refuses a client round that would charge a record more, before the examples
    are used.
 
 | case | result |
 |---|---|
 | noise 0 | gradients are only clipped: epsilon is infinite |
-| a batch that Poisson sampling left empty | a step with only noise |
-| a frozen entry | stays, bit for bit, in the steps in which it is frozen; its part of a gradient does not count for
-  clipping |
-| a penalty of the method | its gradient is added to every step after the noise, for it depends on no example |
+| an empty Poisson batch | a noise-only step |
+| a frozen entry | stays unchanged, bit for bit, in the steps in which it is frozen; its part of a gradient does not
+  count for clipping |
+| a penalty from the method | its gradient is added to every step after the noise, because it depends on no example |
 | a batch larger than the site's examples | ConfigError, before its examples are used |
 | a method that trains twice in a client round | charged twice |
-| a method that adds noise itself, or one that sends gradients | ConfigError before any site is asked |
+| a method that adds noise itself or sends gradients | ConfigError before any site is asked |
 | train.gradient-accumulation-steps above 1; a task without per-example gradients | ConfigError before any site is
   asked |
 | secure.noise = "sum" | one step without noise; the sites' shares are added to the integers (distributed_dgauss.py) |
-| run.deterministic with an epsilon | ConfigError: seeded noise protects no one |
+| run.deterministic with an epsilon | ConfigError: seeded noise gives no protection |
 
-The examples of a site's client round are drawn in the way that the accountant assumes.
+The examples in a site's client round are drawn exactly as the accountant assumes.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class DpSgdConfig(PrivacyGuarantee):
     """The parameters of the noisy steps.
 
     Attributes:
-        clip, noise: C and the multiplier z.
+        clip, noise: the bound C and the noise multiplier z.
         learning_rate: eta of plain SGD.
-        epsilon: limit of each record's charge; with None, charges are counted but not limited.
-        delta, neighbours: delta and relation of every epsilon.
+        epsilon: limit on each record's charge; with None, charges are counted but not limited.
+        delta, neighbours: delta and adjacency of every epsilon.
     """
 
     clip: float
@@ -106,7 +106,7 @@ class DpSgdConfig(PrivacyGuarantee):
 
     @classmethod
     def from_config(cls, config: DpConfig) -> DpSgdConfig | None:
-        """Create the settings of the section; None if it asks for no noisy steps. Raises ConfigError."""
+        """Create the settings from the section; None if it asks for no noisy steps. Raises ConfigError."""
         if not config.is_noisy:
             return None
         if config.clip_norm == 0:
@@ -149,7 +149,7 @@ class NoisyTrainer(PerExampleTrainerWrapper):
         spec: the trained tensors.
         rows: per-example gradients, charged to the ledger if the run has a guarantee.
         how: the parameters of the steps.
-        ctx: the client's context: the source of the noise; if the noise is in the sum, the one step has no noise.
+        ctx: the client's context, the source of the noise; if the noise is in the sum, the only step has no noise.
 
     Attributes:
         started, without_noise: weights before and after the step if the noise is in the sum. They must not leave the
@@ -170,7 +170,7 @@ class NoisyTrainer(PerExampleTrainerWrapper):
 
     @override
     def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
-        """Take `steps` noisy steps from `weights`, which do not change. Report this client round's steps so far."""
+        """Take `steps` noisy steps from `weights`, which do not change. Report the client round's steps so far."""
         sets, how, rows = alternating_sets(frozen), self._how, self._rows
         in_sum = self._ctx.noise_in_sum
         if in_sum and (rows.steps > 1 or self.without_noise is not None):
@@ -212,7 +212,7 @@ def _gradient(penalty: Penalty, weights: Weights) -> Weights:
 
 @final
 class _NoRows(PerExampleGradientSource):
-    """The examples as a method sees them with noisy steps: only their number."""
+    """The examples as a method sees them under noisy steps: only their number."""
 
     def __init__(self, num_examples: int) -> None:
         self._num_examples = num_examples
@@ -252,11 +252,11 @@ def _own_steps() -> ConfigError:
 def draw_batches(
     rows: PerExampleGradientSource, sampling: Sampling, ctx: RoundContext, one: bool
 ) -> list[BatchIndices]:
-    """Draw a client round's batches: `rows.steps`, or `one`. Raises ConfigError for a batch larger than the site.
+    """Draw a client round's batches: `rows.steps`, or one. Raises ConfigError for a batch larger than the site's data.
 
     A repeated client round draws new examples, because the accountant's amplification assumes independent
-    draws. With `one` and "disjoint", consecutive rounds take consecutive batches of one epoch, which has one
-    order for all of them.
+    draws. With `one` and "disjoint", consecutive rounds take consecutive batches of one epoch, in a single
+    order.
     """
     if not one or sampling != "disjoint":
         return rows.batches(sampling, 1 if one else rows.steps, RandomStream(ctx.noise("rows")(32)))

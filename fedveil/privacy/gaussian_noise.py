@@ -1,6 +1,6 @@
-"""Gaussian noise from random bytes: from the operating system for privacy, from a stream for a repeatable run.
+"""Gaussian noise from random bytes: from the operating system for privacy, or from a stream for a repeatable run.
 
-Formal guarantees: with `os.urandom` the draws are normal up to fp64 rounding, and cannot be replayed.
+Formal guarantees: with `os.urandom` the draws are normal up to fp64 rounding and cannot be replayed.
 Each draw is half the sum of four normal draws, so that the low bits of an output do not reveal its
 inputs (Holohan, Braghin 2021). Sums are rounded to fp32 after the noise is added; the accounting does
 not cover attacks on the rounding itself.
@@ -32,14 +32,14 @@ def draw_gaussian(shape: tuple[int, ...], std: float, source: Source) -> Tensor:
 
 
 def add_noise(value: Tensor, std: float, source: Source) -> Tensor:
-    """Return the value plus noise, summed in fp64, with the value's dtype and device."""
+    """Return the value plus noise, added in fp64, with the value's dtype and device."""
     return (value.detach().cpu().double() + draw_gaussian(tuple(value.shape), std, source)).to(
         value.device, value.dtype
     )
 
 
 def _normal(count: int, source: Source) -> NDArray[np.float64]:
-    """Draw normal values by the Box-Muller transform: two uniform numbers of 53 bits give two normal ones."""
+    """Draw normal values with the Box-Muller transform: two 53-bit uniform numbers give two normal numbers."""
     pairs = (count + 1) // 2
     words = np.frombuffer(source(16 * pairs), dtype="<u8") >> np.uint64(11)
     radius = np.sqrt(-2 * np.log((words[:pairs] + 1.0) * 2.0**-53))  # in (0, 1]: no logarithm of 0

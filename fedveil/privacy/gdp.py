@@ -1,17 +1,17 @@
 """A run's charges as mu of Gaussian differential privacy (Dong, Roth, Su 2022): one number for the whole trade-off.
 
-A mechanism is mu-GDP if distinguishing two neighbors by it is no easier than distinguishing N(0, 1) from N(mu, 1). For
-every epsilon its delta is at most Phi(mu / 2 - epsilon / mu) - e^epsilon Phi(-mu / 2 - epsilon / mu).
+A mechanism is mu-GDP if telling two neighbors apart from its output is no easier than telling N(0, 1) from N(mu, 1).
+For every epsilon, its delta is at most Phi(mu / 2 - epsilon / mu) - e^epsilon Phi(-mu / 2 - epsilon / mu).
 
 | charges | mu |
 |---|---|
 | Gaussian steps only | sqrt(steps) / z, twice that under replace-one: exact |
-| with Poisson subsampling | the smallest, to 0.1 %, whose deltas are no smaller than the accountant's, for every
-epsilon down to a hundredth of the guarantee's delta; below that, no mu bounds it |
-| others, none, and no noise | none is stated |
+| with Poisson subsampling | the smallest mu, to 0.1 %, with deltas at least as large as the accountant's, for every
+  epsilon down to a hundredth of the guarantee's delta; below that, no mu bounds it |
+| other charges, no charges, or no noise | no mu is stated |
 
-The mu of subsampled steps only describes a run: far out, their losses have heavier tails than those of any smaller
-Gaussian than the unsampled one. Do not compose it, and do not stop a run by it.
+The mu of subsampled steps only describes a run: far out, their losses have heavier tails than any Gaussian smaller
+than the unsampled one. Do not compose this mu, and do not use it to stop a run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fedveil.privacy import accounting
 if TYPE_CHECKING:
     from dp_accounting.pld.pld_pmf import PLDPmf
 
-_POINTS = 1000  # of epsilon; between two of them the distribution's delta counts as at the lower one
+_POINTS = 1000  # number of epsilons; between two of them, the delta at the lower one is used
 _LARGEST = 100.0
 _TOLERANCE = 1e-3
 
@@ -40,7 +40,7 @@ class GdpMu:
 
     Attributes:
         value: mu.
-        down_to: the bound holds for every epsilon whose delta is at least this; 0 if it is exact.
+        down_to: the bound holds for every epsilon whose delta is at least this; 0 if mu is exact.
     """
 
     value: float
@@ -48,7 +48,7 @@ class GdpMu:
 
 
 def compute_mu(charges: Spent, delta: float, neighbours: Adjacency) -> GdpMu | None:
-    """Return the smallest mu known for these charges; None if none is known."""
+    """Return the smallest known mu for these charges, or None if there is none."""
     taken = {step: count for step, count in charges.items() if count}
     kinds = {step[0] for step in taken}
     if not taken or any(step[3] == 0 for step in taken) or not kinds <= {"gaussian", "poisson"}:
@@ -62,8 +62,8 @@ def compute_mu(charges: Spent, delta: float, neighbours: Adjacency) -> GdpMu | N
 
 
 def _dominating(losses: Sequence[PLDPmf], floor: float) -> GdpMu | None:
-    """Return the smallest mu whose deltas are at least the losses', for epsilons from 0 up to that of `floor`."""
-    from scipy.stats import norm  # heavy: see accounting.py
+    """Return the smallest mu with deltas at least as large as the losses', for epsilons from 0 to that of `floor`."""
+    from scipy.stats import norm  # slow to import: see accounting.py
 
     top = max(float(pmf.get_epsilon_for_delta(floor)) for pmf in losses)
     if not 0 < top < math.inf:

@@ -1,4 +1,4 @@
-"""The source of a run's privacy guarantee, `dp.*` or the method, and the place of its noise."""
+"""The source of a run's privacy guarantee, `dp.*` or the method, and where its noise is added."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from fedveil.contract.privacy import UNTIMED, PrivacyGuarantee, SamplingPlan, ch
 from fedveil.errors import ConfigError
 from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.privacy.dp_sgd import DpSgdConfig
+from fedveil.sanitize import sanitize
 
 __all__ = ["as_planned", "check_class_names", "check_guarantee", "check_public_length", "guarantee_of"]
 
@@ -15,6 +16,7 @@ _OF_TOKENS = (
     "preference",
     "text-classification",
     "text-generation",
+    "token-classification",
     "vision-language",
 )  # tasks that read task.max-tokens
 
@@ -30,18 +32,18 @@ def guarantee_of(method: Method, config: RunConfig) -> PrivacyGuarantee | None:
 
 
 def as_planned(claim: PrivacyGuarantee) -> PrivacyGuarantee:
-    """Return the guarantee with noise in the sum as fine as planned; any other guarantee unchanged."""
+    """Return the guarantee with noise in the sum at the planned resolution; any other guarantee unchanged."""
     return claim.as_planned() if isinstance(claim, DistributedDiscreteGaussian) else claim
 
 
 def untimed(claim: PrivacyGuarantee) -> str:
-    """Return the sentence on a server that times a site, for a claim with Poisson sampling; "" for another one."""
+    """Return the sentence about a server that times a site, for a guarantee with Poisson sampling; otherwise ""."""
     plan = SamplingPlan(rounds=1, steps=1, batch=1, examples=2, neighbours=claim.budget.neighbours)
     return UNTIMED if is_poisson_sampled(claim.privacy_spent(plan)) else ""
 
 
 def check_guarantee(method: Method, config: RunConfig, has_row_gradients: bool) -> PrivacyGuarantee | None:
-    """Return the run's guarantee, after a check that method, task and config fit it.
+    """Check that the method, task and config fit the run's guarantee, and return the guarantee.
 
     Raises:
         ConfigError: `dp.*` with a method or task that does not support it, an epsilon in a deterministic run, class
@@ -71,7 +73,8 @@ def check_guarantee(method: Method, config: RunConfig, has_row_gradients: bool) 
     if claim is not None and config.task.empty_texts != "refuse":
         raise ConfigError(
             'task.empty-texts: expected "refuse" with a privacy claim, which counts the number of examples as public, '
-            f'found "{config.task.empty_texts}", by which a row\'s text decides it; leave it out, and correct the data'
+            f'found "{config.task.empty_texts}", with which that number depends on the rows\' texts; leave it '
+            "out, and correct the data"
         )
     if isinstance(claim, DistributedDiscreteGaussian) and method.trainings > 1:
         raise ConfigError(
@@ -90,9 +93,9 @@ def check_guarantee(method: Method, config: RunConfig, has_row_gradients: bool) 
 
 
 def check_class_names(claim: PrivacyGuarantee | None, config: RunConfig) -> None:
-    """Raise ConfigError if a guarantee would depend on class names from the data: one row's label can add a class.
+    """Raise ConfigError if a guarantee would depend on class names from the data, where one label can add a class.
 
-    The texts of all classes enter every row's loss under a prompt, and no clipping bounds that.
+    With a prompt, the texts of all classes enter every row's loss, and clipping does not bound that effect.
     """
     if claim is not None and config.task.name == "clip-prompt" and not config.task.class_list:
         raise ConfigError(
@@ -102,18 +105,22 @@ def check_class_names(claim: PrivacyGuarantee | None, config: RunConfig) -> None
 
 
 def check_public_length(claim: PrivacyGuarantee | None, config: RunConfig) -> None:
-    """Raise ConfigError if a run with a guarantee would cut its examples by a length that depends on them."""
+    """Raise ConfigError if a run with a guarantee would truncate its examples at a length that depends on them."""
     if claim is not None and config.task.name in _OF_TOKENS and not config.task.max_tokens:
         raise ConfigError(
-            "task.max-tokens: expected a length with a privacy claim, because the default follows the lengths of the "
-            "examples, which no noise covers, found 0; add task.max-tokens = 512, or another length that is chosen "
-            "without these examples"
+            "task.max-tokens: expected a length with a privacy claim, because the default depends on the lengths "
+            "of the "
+            "examples, which no noise covers, found 0; add task.max-tokens = 512, or another length chosen "
+            "independently of these examples"
         )
 
 
 def _check_unit(claim: PrivacyGuarantee | None, config: RunConfig) -> None:
-    """Raise ConfigError for a unit that the run's guarantee cannot be for."""
+    """Raise ConfigError for a unit that the run's guarantee cannot protect."""
     dp = config.dp
+    if dp.unit and (claim is None or dp.unit_column):
+        found = f'dp.unit-column = "{sanitize(dp.unit_column)}"' if dp.unit_column else "a run without one"
+        raise ConfigError(f'dp.unit: expected "{dp.unit}" with a guarantee for one row, found {found}; leave it out')
     if not dp.unit_column:
         if dp.unit_rows != DpConfig().unit_rows:
             raise ConfigError(
@@ -141,7 +148,7 @@ def _check_unit(claim: PrivacyGuarantee | None, config: RunConfig) -> None:
 
 
 def _check_held_out(claim: PrivacyGuarantee | None, config: RunConfig) -> None:
-    """Refuse held-out scores of sites, which have no noise and reveal a single site, under a guarantee or secure sums.
+    """Refuse sites' held-out scores, which have no noise and reveal a single site, under a guarantee or secure.enabled.
 
     Scores on the server's own data affect neither.
     """

@@ -1,14 +1,14 @@
-"""The words of a differential-privacy guarantee: unit, relation, sampling, accountant, and against whom.
+"""The wording of a differential privacy guarantee: unit, relation, sampling, accountant, and the adversaries.
 
-Every command, page and card takes these words from here, so that they change in one place. `describe_guarantee` states
+Every command, page and card takes its wording from here, so that it changes in one place. `describe_guarantee` covers
 charges, and `board_sentences` gives the three sentences for an ethics board.
 
-| party | epsilon, with the noise at the site | with the noise in the sum, h honest sites and c colluding ones |
+| party | epsilon, with the noise at the site | with the noise in the sum, h honest and c colluding sites |
 |---|---|---|
-| the server | that of the charges; infinite if it gets values before the noise | that of the charges |
-| other sites | that of the charges | that of the charges; with c = 0 the noise of h - 1 sites counts |
-| the server with c other sites | as the server | that of the charges |
-| all of them together | as the server | that of the site's own share of the noise |
+| the server | from the charges; infinite if it gets values before the noise | from the charges |
+| other sites | from the charges | from the charges; with c = 0, only the noise of h - 1 sites counts |
+| the server with c other sites | same as the server | from the charges |
+| the server and all other sites | same as the server | from the site's own share of the noise |
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 UNIT = "one example of one site's data set"
-_LONGEST_COLUMN = 80  # characters of a column's name
+_LONGEST_COLUMN = 80  # maximum number of characters in a column name
 _MOST_LOSS = 1200.0  # mean privacy loss; beyond it, accounting of Poisson batches takes minutes and then all memory
 _ACCOUNTANTS = {
     "gaussian": "the analytic Gaussian mechanism (exact; Balle, Wang 2018)",
@@ -73,14 +73,14 @@ class PartyEpsilon:
 
 @dataclass(frozen=True)
 class GuaranteeWords:
-    """A guarantee with all that its epsilon means nothing without.
+    """A guarantee with everything that gives its epsilon a meaning.
 
     Attributes:
-        unit, relation, sampling, accountant: in words.
-        delta, neighbours: delta and relation of each epsilon.
-        epsilon: that of the charges.
-        parties: against whom each epsilon holds.
-        conditions: what the guarantee assumes, each as the rest of a sentence that begins with "provided that".
+        unit, relation, sampling, accountant: descriptions in words.
+        delta, neighbours: delta and adjacency of each epsilon.
+        epsilon: epsilon of the charges.
+        parties: the parties against which each epsilon holds.
+        conditions: the guarantee's assumptions, each as the rest of a sentence that begins with "provided that".
     """
 
     unit: str
@@ -95,7 +95,7 @@ class GuaranteeWords:
 
     @property
     def against_whom(self) -> str:
-        """Return each epsilon with the parties that it holds against; parties of one epsilon are named together."""
+        """Return each epsilon with the parties it holds against; parties with the same epsilon are named together."""
         groups: dict[float | None, list[str]] = {}
         for one in self.parties:
             groups.setdefault(one.epsilon, []).append(one.party)
@@ -106,7 +106,7 @@ class GuaranteeWords:
 
     @property
     def sentence(self) -> str:
-        """Return the guarantee as one sentence without a full stop."""
+        """Return the guarantee as one sentence without a final period."""
         provided = f"; provided that {_listed(self.conditions)}" if self.conditions else ""
         return (
             f"{self.against_whom}; unit: {self.unit}; relation: {self.relation}; sampling: {self.sampling}; "
@@ -120,9 +120,9 @@ def describe_guarantee(
     charges: Spent,
     epsilon_of: Callable[[Spent, float, Adjacency], float] = accounting.compute_epsilon,
 ) -> GuaranteeWords:
-    """Return the guarantee that these charges of one record amount to.
+    """Return the guarantee that follows from these charges to one record.
 
-    An epsilon beyond the accountant counts as infinite: with next to no noise it would need all memory.
+    An epsilon beyond the accountant's range counts as infinite: with almost no noise, accounting would need all memory.
     """
     budget = claim.budget
 
@@ -151,7 +151,7 @@ def describe_guarantee(
 
 
 def describe_claim(claim: PrivacyGuarantee, config: RunConfig) -> str:
-    """Return the words of a guarantee that do not depend on a site's number of examples."""
+    """Return the parts of a guarantee's description that do not depend on a site's number of examples."""
     plan = SamplingPlan(rounds=1, steps=1, batch=1, examples=2, neighbours=claim.budget.neighbours)
     charges = claim.privacy_spent(plan)
     return (
@@ -170,10 +170,10 @@ def party_epsilons(
     """Return the epsilon against each party.
 
     Args:
-        epsilon: that of the charges.
-        against_all: with the noise in the sum, the epsilon of the site's own share; None if it is unknown.
+        epsilon: epsilon of the charges.
+        against_all: with the noise in the sum, the epsilon of the site's own share; None if unknown.
         other_site: with the noise in the sum and no colluding site, the epsilon against another site, which knows its
-            own share; None if it is unknown.
+            own share; None if unknown.
     """
     if not isinstance(claim, DistributedDiscreteGaussian):
         with_server = math.inf if claim.budget.server_trusted else epsilon
@@ -190,20 +190,20 @@ def party_epsilons(
 
 
 def conditions(claim: PrivacyGuarantee, config: RunConfig) -> tuple[str, ...]:
-    """Return what the guarantee assumes of others, each as the rest of a sentence after "provided that"."""
+    """Return the guarantee's assumptions about others, each as the rest of a sentence after "provided that"."""
     assumed = []
     if isinstance(claim, DistributedDiscreteGaussian):
         assumed.append(f"{claim.honest} sites in every sum keep their share of the noise secret")
         assumed.append("the server follows the protocol")
     if untimed(claim):
         assumed.append("the server does not time the site")
-    if config.task.name == "own-model":  # its file says so (independent_rows); nothing here can check it
+    if config.task.name == "own-model":  # its file claims this (independent_rows); nothing here can check it
         assumed.append(f"the own model's file {config.task.module}.py makes each row from that row alone")
     return tuple(assumed)
 
 
 def describe_unit(config: RunConfig) -> str:
-    """Return what one guarantee is for: an example, or all examples of a unit under dp.unit-column."""
+    """Return the unit that a guarantee protects: an example, or all examples of a unit under dp.unit-column."""
     column = sanitize(config.dp.unit_column, _LONGEST_COLUMN)
     if not column:
         return UNIT
@@ -218,7 +218,7 @@ def _noun(config: RunConfig) -> str:
 
 
 def describe_relation(neighbours: Adjacency, config: RunConfig) -> str:
-    """Return the relation in words, with its name."""
+    """Return the adjacency relation in words, with its name."""
     noun = _noun(config)
     if neighbours is Adjacency.REPLACE_ONE:
         return f"the {noun} is replaced by any other one ({neighbours.value})"
@@ -226,7 +226,7 @@ def describe_relation(neighbours: Adjacency, config: RunConfig) -> str:
 
 
 def describe_sampling(charges: Spent, config: RunConfig) -> str:
-    """Return how the batches of these charges are drawn, as far as it affects epsilon."""
+    """Return how the batches behind these charges are drawn, to the extent that it affects epsilon."""
     words = []
     if is_poisson_sampled(charges):
         words.append(f"Poisson batches (each {_noun(config)} is drawn independently)")
@@ -238,7 +238,7 @@ def describe_sampling(charges: Spent, config: RunConfig) -> str:
 
 
 def describe_accountant(charges: Spent) -> str:
-    """Return which accountants bound these charges, each with its source."""
+    """Return the accountants that bound these charges, each with its source."""
     kinds = {step.kind for step in charges}
     return "; ".join(words for kind, words in _ACCOUNTANTS.items() if kind in kinds) or "nothing was charged"
 
@@ -247,9 +247,9 @@ def board_sentences(claim: PrivacyGuarantee, config: RunConfig, epsilon: float, 
     """Return three sentences for an ethics board; none if the server gets values before the noise.
 
     Args:
-        epsilon: the limit that a site's ledger holds this run to, or what the run cost. A site's limit over all runs is
-            in its own policy and ledger, which no card knows.
-        against_all: the epsilon against all others together in this run; None if it is unknown.
+        epsilon: the limit that a site's ledger enforces for this run, or the run's cost. A site's limit over all runs
+            is in its own policy and ledger, which no card knows.
+        against_all: the epsilon against all others together in this run; None if unknown.
     """
     budget = claim.budget
     if budget.server_trusted or not math.isfinite(epsilon):

@@ -1,28 +1,28 @@
 """The privacy ledger: one account for a site's state folder, on the site's own disk (ledger_account.py).
 
-    <state-dir>/.ledger/ledger.json     {"checksum": of all that follows, "fedveil-ledger": 4, "tag": 32 hex digits,
+    <state-dir>/.ledger/ledger.json     {"checksum": of the rest, "fedveil-ledger": 4, "tag": 32 hex digits,
                                          "heads": 16 hex digits for each change, "moved-to": "", the account}
 
-The tag is random and names the ledger. A change's head is a hash of the head before it and of the whole account after
-it. So one head stands for everything up to it.
+The tag is random and identifies the ledger. A change's head is a hash of the previous head and of the whole account
+after the change. So one head covers everything up to it.
 
 The order of a charge: lock; read and verify the ledger and its witness; decide; write and sync the ledger; write the
-witness; only then are batches drawn, and examples used. A crash in between leaves a charge without a use, and a
+witness; only then draw batches and use examples. A crash in between leaves a charge without a use, and a
 repeated client round is charged again.
 
-A witness is a mark outside the state folder, in the data folder's id file (client_app/state/data_sets.py): the ledger's
-tag, its number of changes, a hash of what its entries reserve, and its last head. A restored ledger is behind its
-witness. The witness is locked during a charge, so of two state folders that begin on the same data at once
-only one gets it.
+A witness is a mark outside the state folder, in the data folder's ID file (client_app/state/data_sets.py): the ledger's
+tag, its number of changes, a hash of the plans that its entries reserve, and its last head. A restored ledger is behind
+its witness. The witness is locked during a charge, so if two state folders begin on the same data at the same time,
+only one of them gets it.
 
 | case | what happens |
 |---|---|
-| another state folder has charged the data folder, or this one's ledger is lost | StateError; `site ledger adopt` adds
-  the other history, or an open entry for a lost one |
-| the witness knows a later change, or another history | StateError; `site ledger recover` |
+| another state folder has charged the data folder, or this folder's ledger is lost | StateError; `site ledger adopt`
+  adds the other history, or an open entry for a lost history |
+| the witness knows a later change, or a different history | StateError; `site ledger recover` |
 | the ledger is damaged, or from a later version | StateError: nothing is charged until the site has restored it |
-| ledgers of versions 1 to 3, one for each site name | carried over at the next change, and then removed; after a crash
-  in between they are carried over twice |
+| ledgers of versions 1 to 3, one for each site name | migrated at the next change, and then removed; after a crash
+  in between, they are migrated twice |
 | two processes of one site | one waits for the other: the ledger is locked while it changes |
 | the site has a key file | the ledger is encrypted (fedveil.encrypted_files) |
 
@@ -74,22 +74,22 @@ __all__ = ["LedgerWitness", "PrivacyLedger", "RunCharger", "StoredAccount", "Wit
 
 FILE = "ledger.json"
 _VERSION = 4
-_OLD_VERSIONS = (1, 2, 3)  # one file for each site name, with a history of each record
+_OLD_VERSIONS = (1, 2, 3)  # one file per site name, with a history of each record
 _WITHOUT_CHECKSUM = (1, 2)
-_BY_CONTENT = 1  # the version that carried nothing
+_BY_CONTENT = 1  # the version without carried charges, whose histories are by content
 _HEAD = 16  # hex digits
 _KINDS = ("gaussian", "poisson", "fixed", SUMMED, OWN_SHARE, OLD_SUMMED, OLD_OWN_SHARE)
 
 
 @dataclass(frozen=True)
 class WitnessMark:
-    """What a witness knows of a ledger.
+    """A witness's knowledge of a ledger.
 
     Attributes:
-        tag: names the ledger.
-        changes: its number of changes.
-        entries: hash of what its entries reserve, without what is used of it; "" if the witness does not contain it.
-        head: the last change's.
+        tag: identifies the ledger.
+        changes: the ledger's number of changes.
+        entries: hash of the plans that the ledger's entries reserve, without their use; "" if it is unknown.
+        head: head of the last change.
     """
 
     tag: str
@@ -103,15 +103,15 @@ class LedgerWitness(Protocol):
 
     @property
     def place(self) -> str:
-        """Return its path, for messages."""
+        """Return the witness's path, for messages."""
         ...
 
     def read(self) -> WitnessMark | None:
-        """Return the mark; None if there is none. Raises StateError if it is unreadable."""
+        """Return the mark, or None if there is none. Raises StateError if it is unreadable."""
         ...
 
     def read_others(self) -> Sequence[tuple[str, WitnessMark]]:
-        """Return the marks of other places that may have the same examples, with their paths. Raises StateError."""
+        """Return the marks at other places that may have the same examples, with their paths. Raises StateError."""
         ...
 
     def write(self, mark: WitnessMark) -> None:
@@ -119,7 +119,7 @@ class LedgerWitness(Protocol):
         ...
 
     def lock(self) -> AbstractContextManager[None]:
-        """Lock the witness from its reading to its writing, also against other ledgers. Raises StateError."""
+        """Lock the witness from reading to writing it, also against other ledgers. Raises StateError."""
         ...
 
 
@@ -128,9 +128,9 @@ class StoredAccount:
     """A ledger's content.
 
     Attributes:
-        tag, heads: as in the file; "" and none for a ledger that does not exist yet.
-        moved_to: tag of the ledger that has taken this one's history over; "" for none.
-        account: the account.
+        tag, heads: as in the file; "" and no heads for a ledger that does not exist yet.
+        moved_to: tag of the ledger that has taken over this one's history; "" for none.
+        account: the site's account.
     """
 
     tag: str
@@ -140,7 +140,7 @@ class StoredAccount:
 
     @property
     def mark(self) -> WitnessMark:
-        """Return what a witness must know of it."""
+        """Return the mark that a witness must have."""
         entries, head = self.account.entries, self.heads[-1] if self.heads else ""
         return WitnessMark(self.tag, len(self.heads), _hash_plans(entries), head)
 
@@ -150,7 +150,7 @@ class PrivacyLedger:
     """The ledger of a state folder. Every call reads the file, so that processes and runs can share it.
 
     Args:
-        folder: its folder, private to it.
+        folder: the ledger's private folder.
         seal: the site's encryption.
     """
 
@@ -166,16 +166,16 @@ class PrivacyLedger:
         witness: LedgerWitness | None = None,
         after_open: str = "say",
     ) -> None:
-        """Charge a run, and reserve it at its first charge. On return the charge is on the disk.
+        """Charge a run, and reserve its plan at its first charge. On return, the charge is on disk.
 
         Args:
             own: the site's own limit, delta and adjacency.
-            witness: of the data folder; None in a demonstration whose sites share one folder.
-            after_open: "refuse" if no run with a claim may follow an open entry.
+            witness: the data folder's witness; None in a demonstration in which sites share one folder.
+            after_open: "refuse" if no run with a guarantee may follow an open entry.
 
         Raises:
             BudgetError: the charge is not within the run's plan, or the run is not within the site's limit.
-            StateError: ledger or witness cannot be read or written, or do not fit each other.
+            StateError: the ledger or witness cannot be read or written, or they do not match.
         """
         self._change(own, witness, lambda account: account.hold_to(own).charge(terms, charges, after_open))
 
@@ -190,10 +190,10 @@ class PrivacyLedger:
         return self._read(own)[0]
 
     def recover(self, own: PrivacyBudget, witness: LedgerWitness) -> str:
-        """Take a restored ledger into use again, with the most that may have been charged since; return what was done.
+        """Reactivate a restored ledger, assuming the maximum charges since then; return a description of the changes.
 
         All runs count as used to the end of their plans. Unless the witness shows that no entry is missing, an open
-        entry stands for the missing ones.
+        entry stands for the missing entries.
 
         Raises:
             BudgetError, StateError: like `charge`; also for another ledger's witness.
@@ -216,10 +216,10 @@ class PrivacyLedger:
         return "all runs used up" if is_behind else "all runs used up, and an open entry for those that may be missing"
 
     def adopt(self, own: PrivacyBudget, witness: LedgerWitness, other: PrivacyLedger | None) -> int:
-        """Add the history of the data folder's ledger to this one; return the number of entries that were added.
+        """Add the history of the data folder's ledger to this one; return the number of added entries.
 
         Args:
-            other: that ledger; None if it is lost, for which an open entry stands.
+            other: that ledger; None if it is lost, in which case an open entry stands for it.
 
         Raises:
             BudgetError, StateError: like `charge`; also if `other` is not the ledger that the witness names.
@@ -248,7 +248,7 @@ class PrivacyLedger:
                         "the state "
                         "folder that charged this data, or say that it is lost"
                     )
-                other._require_change(theirs, witness.place, mark)  # not its neighbors' marks, which adoption settles
+                other._require_change(theirs, witness.place, mark)  # not its neighbors' marks, which adoption resolves
                 account = theirs.account.hold_to(own)
                 mine = mine.count_unit(account.unit)
                 added = [replace(entry, run=f"{entry.run} (adopted)").use_up() for entry in account.entries]
@@ -266,7 +266,7 @@ class PrivacyLedger:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[dict[Path, str]]:
-        """Lock the ledger; yield its existing files with their roles, which no other process changes meanwhile."""
+        """Lock the ledger, and yield its existing files with their roles; no other process changes them meanwhile."""
         with self._locked():
             yield {file: role for file, role in self.roles.items() if file.exists()}
 
@@ -290,7 +290,7 @@ class PrivacyLedger:
             self._write(stored, account, old, witness)
 
     def _require_witness(self, stored: StoredAccount, witness: LedgerWitness | None) -> WitnessMark | None:
-        """Return the witness's mark. Raises StateError if the ledger does not contain what the witness has seen."""
+        """Return the witness's mark. Raises StateError if the ledger lacks the change that the witness has seen."""
         if witness is None:
             return None
         for place, other in witness.read_others():
@@ -316,14 +316,16 @@ class PrivacyLedger:
             raise LedgerError(
                 f"{self._path}: expected the change {mark.changes} that {place} has seen, found "
                 f"{len(stored.heads)} changes, so an older copy of the ledger was restored; restore the newest one, or "
-                "run fedveil site ledger recover on that folder, which counts the most that may have been charged since"
+                "run fedveil site ledger recover on that folder, which assumes the maximum that may have been "
+                "charged since"
             )
 
     def _foreign(self, stored: StoredAccount, witness: LedgerWitness) -> str:
         found = "another ledger" if stored.tag else "no ledger here: it was lost, or belongs to another state folder"
         return (
             f"{witness.place}: expected the tag of the ledger in {self._folder}, found {found}; use the state folder "
-            "that charged this data, or run fedveil site ledger adopt, which adds its history to this one"
+            "that charged this data, or run fedveil site ledger adopt, which adds its history to this one; if the "
+            "folder's other files are another site's, move this site's data to a folder outside of it"
         )
 
     @contextlib.contextmanager
@@ -342,12 +344,12 @@ class PrivacyLedger:
             yield
 
     def _read(self, own: PrivacyBudget) -> tuple[StoredAccount, list[Path]]:
-        """Return the content with the older ledgers carried over, and their files. A new account is made for `own`."""
+        """Return the content with older ledgers migrated, and their files. A new account is created for `own`."""
         stored = StoredAccount("", (), "", SiteAccount(own))
         old = sorted(path for path in self._folder.glob("*.json") if path != self._path)
         if self._path.exists():
             content = self._content(self._path)
-            if content["fedveil-ledger"] in _OLD_VERSIONS:  # of a site that was named "ledger"
+            if content["fedveil-ledger"] in _OLD_VERSIONS:  # the ledger of a site named "ledger"
                 old.append(self._path)
             else:
                 try:
@@ -359,13 +361,13 @@ class PrivacyLedger:
             if entry.steps:
                 stored = replace(
                     stored, account=stored.account.count_unit(ROW).append(entry)
-                )  # older ones had no units
+                )  # older ledgers had no units
         return stored, old
 
     def _content(self, path: Path) -> dict[str, Any]:
         try:
             data = self._seal.read(path, self.roles[path])
-        except OSError as error:  # of the disk or the network, and perhaps over at the next request
+        except OSError as error:  # a disk or network error, which may be gone at the next request
             raise StateError(f"{path}: cannot read the privacy ledger: {error}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise LedgerError(self._damaged(path, error)) from None
@@ -379,7 +381,7 @@ class PrivacyLedger:
             raise LedgerError(self._damaged(path, error)) from None
 
     def _old_ledger(self, path: Path) -> OldLedger:
-        """Return the content of a ledger of versions 1 to 3."""
+        """Return the content of a ledger from versions 1 to 3."""
         content = self._content(path)
         try:
             version = content["fedveil-ledger"]
@@ -401,7 +403,7 @@ class PrivacyLedger:
     def _write(
         self, stored: StoredAccount, account: SiteAccount, old: Iterable[Path], witness: LedgerWitness | None
     ) -> StoredAccount:
-        """Write the account as the next change, then the witness; remove the files that it was carried over from."""
+        """Write the account as the next change, then the witness; remove the files that it was migrated from."""
         after = replace(stored, tag=stored.tag or secrets.token_hex(16), account=account)
         after = replace(after, heads=(*after.heads, _head_of(after)))
         content = {**_listed(after), "heads": "".join(after.heads)}
@@ -425,9 +427,9 @@ class RunCharger:
 
     Args:
         ledger: the site's ledger.
-        terms: of the run.
+        terms: the run's terms.
         own: the site's own limit, delta and adjacency.
-        witness, after_open: as `PrivacyLedger.charge` takes them.
+        witness, after_open: as in `PrivacyLedger.charge`.
     """
 
     def __init__(
@@ -447,14 +449,14 @@ class RunCharger:
 
 
 def _head_of(stored: StoredAccount) -> str:
-    """Return the head of a content whose last head is the one before."""
+    """Return the head for content whose last head is the previous one."""
     text = json.dumps(_listed(stored), sort_keys=True).encode()
     before = stored.heads[-1] if stored.heads else ""
     return hashlib.blake2b(text, digest_size=_HEAD // 2, key=before.encode()).hexdigest()
 
 
 def _hash_plans(entries: Iterable[AccountEntry]) -> str:
-    """Return a hash of what entries reserve. It changes with each new entry, and with no later charge of a run."""
+    """Return a hash of the plans that entries reserve. It changes with each new entry, but not with later charges."""
     plans = [
         [entry.run, entry.why, sorted(entry.open), entry.claim, [[*one.step, one.most] for one in entry.steps]]
         for entry in entries
@@ -485,7 +487,7 @@ def _listed(stored: StoredAccount) -> dict[str, Any]:
 
 
 def _parse_stored(content: dict[str, Any]) -> StoredAccount:
-    """Parse a content of this version. Raises ValueError, KeyError, TypeError or AttributeError."""
+    """Parse content of this version. Raises ValueError, KeyError, TypeError or AttributeError."""
     text = str(content["heads"])
     heads = tuple(text[i : i + _HEAD] for i in range(0, len(text), _HEAD))
     limits = tuple(math.inf if limit is None else float(limit) for limit in content["limits"])
@@ -512,7 +514,7 @@ def _parse_stored(content: dict[str, Any]) -> StoredAccount:
 
 
 def _parse_history(spent: Iterable[Sequence[Any]]) -> Spent:
-    """Parse a history of versions 1 to 3, whose steps had no variation."""
+    """Parse a history from versions 1 to 3, in which steps had no variation."""
     return {legacy_step(_parse_step([*step, 0.0])): int(count) for step, count in spent}
 
 

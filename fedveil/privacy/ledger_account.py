@@ -1,28 +1,28 @@
-"""A site's privacy account: what its runs have reserved and used, against each party. This module touches no file.
+"""A site's privacy account: the budget its runs have reserved and used, per party. This module touches no files.
 
-Every charge counts for every record of the site, whether the record was drawn or not, so the account names no record,
-data set or site. A run is reserved at its first charge, with the largest plan that its own claim permits, and every
+Every charge counts for every record at the site, whether the record was drawn or not, so the account names no record,
+data set or site. A run is reserved at its first charge, with the largest plan that its own guarantee permits, and every
 later charge must stay within that plan.
 
 | case | decision |
 |---|---|
 | a new run; the policy sets max-epsilon | its epsilon at delta / 16 is added to those of the earlier runs. The sum must
-  be at most max-epsilon, and there are at most 16 runs: else BudgetError before any example is used |
+  be at most max-epsilon, and there may be at most 16 runs; otherwise BudgetError before any example is used |
 | a new run; no max-epsilon | reserved; nothing is promised over all runs |
-| a later charge with a step that no reserved step dominates, or under another claim | BudgetError |
+| a later charge with a step that no reserved step dominates, or under a different claim | BudgetError |
 | a later charge above the reserved plan | BudgetError |
 | noise in the sum, and a second site name in one run | BudgetError: see `_held_to_site` |
-| a party sees the run without noise, the run has no claim, or its noise is seeded | an open entry: over all runs,
+| a party sees the run without noise, the run has no guarantee, or its noise is seeded | an open entry: over all runs,
   epsilon against that party stays infinite |
-| the policy has another delta or adjacency than the account | BudgetError: the sum of epsilons would mean nothing |
-| a claim for units (dp.unit-column) after one for rows, or the reverse | BudgetError: a charge for a row bounds nothing
-  for a unit with several rows |
-| the policy raises max-epsilon | held from then on, and listed as a new promise |
-| histories of ledgers of versions 1 to 3 | one entry, with all uses by sampled steps; for steps without sampling, the
-  largest count of any record of each file, added up |
+| the policy's delta or adjacency differs from the account's | BudgetError: the sum of epsilons would mean nothing |
+| a claim for units (dp.unit-column) after a claim for rows, or the reverse | BudgetError: a charge for a row bounds
+  nothing for a unit with several rows |
+| the policy raises max-epsilon | applied from then on, and listed as a new promise |
+| histories from ledgers of versions 1 to 3 | one entry, with all uses by sampled steps; for steps without sampling, the
+  sum over the files of the largest count of any record |
 
 max-epsilon limits the first and third party. Noise in a sum protects far less against the server with all other sites;
-that figure is computed and printed, and no limit applies to it.
+that epsilon is computed and printed, but no limit applies to it.
 """
 
 from __future__ import annotations
@@ -47,35 +47,35 @@ from fedveil.contract.privacy import (
 from fedveil.errors import BudgetError
 from fedveil.privacy import accounting
 
-MAX_RUNS = 16  # among which delta is divided
-_RELATIVE = 1e-9  # slack of a comparison of floats
-_MAX_STEPS, _MAX_LOSS = 3_000_000, 1200.0  # of sampled steps and their mean privacy loss
-_ON_A_GRID = ("poisson", "fixed", SUMMED)  # where sampled, the accountant composes their privacy losses on a grid
-ROW, UNIT = "row", "unit"  # what a claim protects
+MAX_RUNS = 16  # number of runs among which delta is divided
+_RELATIVE = 1e-9  # relative tolerance for comparing floats
+_MAX_STEPS, _MAX_LOSS = 3_000_000, 1200.0  # maximum number of sampled steps, and of their mean privacy loss
+_ON_A_GRID = ("poisson", "fixed", SUMMED)  # if sampled, the accountant composes their privacy losses on a grid
+ROW, UNIT = "row", "unit"  # units that a guarantee can protect
 _PROTECTED = {ROW: "one row", UNIT: "a unit (dp.unit-column)"}
 
 
 class Party(StrEnum):
-    """An adversary that the account computes an epsilon for."""
+    """An adversary for which the account computes an epsilon."""
 
     SERVER = "the server with the colluding sites that the run tolerates"
     ALL = "the server with all other sites"
     OTHERS = "the other sites and holders of the model"
 
 
-LIMITED = (Party.SERVER, Party.OTHERS)  # max-epsilon applies to these
+LIMITED = (Party.SERVER, Party.OTHERS)  # the parties to which max-epsilon applies
 
 
 @dataclass(frozen=True)
 class RunTerms:
-    """What a run fixes before its first charge.
+    """The terms that a run fixes before its first charge.
 
     Attributes:
-        run: its name, only a label.
-        claim: its privacy budget.
-        rounds: rounds of the run.
-        most_charges: the largest number of charges that the site will serve.
-        unit: what the claim protects, ROW or UNIT.
+        run: the run's name, only a label.
+        claim: the run's privacy budget.
+        rounds: number of rounds in the run.
+        most_charges: the largest number of charges that the site will accept.
+        unit: the unit that the guarantee protects, ROW or UNIT.
         site: the name under which the site takes part.
     """
 
@@ -89,7 +89,7 @@ class RunTerms:
 
 @dataclass(frozen=True)
 class ReservedStep:
-    """A step of a run, with the largest number of uses that is reserved, and the number so far."""
+    """A step of a run, with the reserved maximum number of uses, and the number so far."""
 
     step: Step
     most: int
@@ -104,10 +104,10 @@ class AccountEntry:
         run: label of the run.
         why: reason for an open entry; "" for none.
         open: parties against which epsilon is infinite.
-        claim: the run's own epsilon, delta and adjacency, as text; "" without a claim.
+        claim: the run's own epsilon, delta and adjacency, as text; "" without a guarantee.
         steps: reserved steps.
-        reserved: epsilon at delta / 16, computed at the reservation; None if no limit applied then.
-        site: with noise in the sum, the site's name that the run was charged under; "" otherwise.
+        reserved: epsilon at delta / 16, computed when reserved; None if no limit applied then.
+        site: with noise in the sum, the site name that the run was charged under; otherwise "".
     """
 
     run: str
@@ -129,7 +129,7 @@ class AccountEntry:
         return _count((one.step, one.used) for one in self.steps if one.used)
 
     def use_up(self) -> AccountEntry:
-        """Return the entry with its whole plan used, so that the run is charged no further."""
+        """Return the entry with its whole plan used, so that the run cannot be charged further."""
         return replace(self, steps=tuple(replace(one, used=one.most) for one in self.steps))
 
 
@@ -142,7 +142,7 @@ class PartyStanding:
         because: the first run that makes epsilon infinite over all runs; "" for none.
         reserved: sum of the reserved epsilons; infinite above 16 runs, whose deltas add up to more than the account's;
             None if no limit applies.
-        composed: epsilon of all charges so far, had all runs been planned together.
+        composed: epsilon of all charges so far, as if all runs had been planned together.
     """
 
     party: Party
@@ -157,8 +157,8 @@ class SiteAccount:
 
     Attributes:
         own: delta and adjacency of the account, with the policy's current max-epsilon as epsilon.
-        limits: each max-epsilon that the account had, in order; infinite for none.
-        unit: the unit of the first claim, ROW or UNIT; "" before it.
+        limits: each max-epsilon that the account has had, in order; infinite for none.
+        unit: the unit of the first guarantee, ROW or UNIT; "" before that.
         entries: the runs.
     """
 
@@ -171,7 +171,7 @@ class SiteAccount:
         """Return the account after one charge of a run. Raises BudgetError.
 
         Args:
-            after_open: "refuse" if no run with a claim may follow an open entry.
+            after_open: "refuse" if no run with a guarantee may follow an open entry.
         """
         account = self.count_unit(terms.unit)
         claim = _claim_text(terms.claim)
@@ -191,14 +191,13 @@ class SiteAccount:
         return account.append(_held_to_site(entry, terms.site, charges))
 
     def note_open(self, run: str, why: str) -> SiteAccount:
-        """Return the account with an open entry of this run against all parties."""
+        """Return the account with an open entry for this run against all parties."""
         if any(entry.run == run and entry.open >= set(Party) for entry in self.entries):
             return self
         return self.append(AccountEntry(run, why, frozenset(Party)))
 
     def count_unit(self, unit: str) -> SiteAccount:
-        """Return the account as one of this unit; "" names none. Raises BudgetError if it already counts another
-        unit."""
+        """Return the account with this unit; "" means none. Raises BudgetError if the account counts another unit."""
         if unit and self.unit not in ("", unit):
             raise BudgetError(
                 f"dp.unit-column: expected a run that protects {_PROTECTED[self.unit]}, which this site's ledger "
@@ -212,11 +211,11 @@ class SiteAccount:
         return replace(self, entries=(*self.entries, *entries))
 
     def use_up(self) -> SiteAccount:
-        """Return the account as if every run had used its largest plan."""
+        """Return the account as if every run had used its whole plan."""
         return replace(self, entries=tuple(entry.use_up() for entry in self.entries))
 
     def hold_to(self, own: PrivacyBudget) -> SiteAccount:
-        """Return the account under the site's current policy. Raises BudgetError for another delta or adjacency."""
+        """Return the account under the site's current policy. Raises BudgetError if delta or adjacency differs."""
         for name, kept, now in (
             ("delta", self.own.delta, own.delta),
             ("adjacency", self.own.neighbours.value, own.neighbours.value),
@@ -224,7 +223,7 @@ class SiteAccount:
             if kept != now:
                 raise BudgetError(
                     f"{name}: expected {kept} in this site's policy, for which its ledger was made, found {now}; "
-                    "epsilons of two kinds do not add up: the site must set it back"
+                    "epsilons of two kinds do not add up: the site must restore it"
                 )
         limits = self.limits if self.limits[-1:] == (own.epsilon,) else (*self.limits, own.epsilon)
         return replace(self, own=own, limits=limits)
@@ -235,14 +234,14 @@ class SiteAccount:
         return self.own.delta / MAX_RUNS
 
     def reserved_epsilon(self, entry: AccountEntry) -> float:
-        """Return the epsilon that an entry reserves against the limited parties that it is not open for."""
+        """Return the epsilon that an entry reserves against the limited parties for which it is not open."""
         if entry.reserved is not None:
             return entry.reserved
         return self._epsilon(entry.largest, self.delta_of_run)
 
     @property
     def runs(self) -> int:
-        """Return the number of entries among which delta is divided."""
+        """Return the number of entries that share delta."""
         return sum(bool(entry.steps) for entry in self.entries)
 
     def standing(self, party: Party) -> PartyStanding:
@@ -258,7 +257,7 @@ class SiteAccount:
         return PartyStanding(party, because, reserved, composed)
 
     def reserved(self, party: Party) -> float:
-        """Return the sum of the reserved epsilons, of the runs that are not open against a party."""
+        """Return the sum of the reserved epsilons over the runs that are not open against a party."""
         entries = [entry for entry in self.entries if entry.steps and party not in entry.open]
         if party in LIMITED:
             return sum(self.reserved_epsilon(entry) for entry in entries)
@@ -270,7 +269,7 @@ class SiteAccount:
 
     @cached_property
     def used(self) -> Spent:
-        """Return all charges so far, of both kinds of noise in a sum."""
+        """Return all charges so far, for both kinds of noise in a sum."""
         return _count(pair for entry in self.entries for pair in entry.used.items())
 
     def _reserve(self, terms: RunTerms, charges: Spent, claim: str) -> AccountEntry:
@@ -319,12 +318,12 @@ class SiteAccount:
 
 @dataclass(frozen=True)
 class OldLedger:
-    """The content of one ledger of versions 1 to 3, which had a history of each record.
+    """The content of one ledger from versions 1 to 3, which kept a history of each record.
 
     Attributes:
         histories: each distinct history, with the number of records that have it.
-        inherited: what every record began with, from a ledger of version 1.
-        names_rows: true from version 2 on, whose records are rows; those of version 1 are contents.
+        inherited: the charges that every record began with, from a ledger of version 1.
+        names_rows: True from version 2 on, where records are rows; in version 1 they are contents.
     """
 
     histories: tuple[tuple[Spent, int], ...]
@@ -332,11 +331,12 @@ class OldLedger:
     names_rows: bool
 
     def compose(self) -> Counter[Step]:
-        """Return how often each step was taken at most, on any example.
+        """Return the maximum number of times that each step was taken on any example.
 
-        A sampled step is charged to all n rows of its data set, so the charges of all records, divided by n, are the
-        uses. All of them count for every example, because an example in a copy of the data set is another record there.
-        Steps without sampling do not say n: the largest count of a record is taken.
+        A sampled step is charged to all n rows of its data set, so the number of uses is the total charges of all
+        records, divided by n. Each use counts for every example, because examples in a copy of the data were recorded
+        as new ones.
+        Steps without sampling do not state n, so the largest count of any record is used.
         """
         inherited = _count(self.inherited.items())
         total, charged = Counter(inherited), Counter[Step]()
@@ -350,14 +350,14 @@ class OldLedger:
 
 
 def carry_over(ledgers: Iterable[OldLedger]) -> AccountEntry:
-    """Return the entry of older ledgers, whose uses add up."""
+    """Return one entry for older ledgers, adding up their uses."""
     total = _count(pair for ledger in ledgers for pair in ledger.compose().items())
     steps = tuple(ReservedStep(step, count, count) for step, count in sorted(total.items()))
     return AccountEntry("all runs before ledger version 4", steps=steps)
 
 
 def _largest_plan(terms: RunTerms, charges: Spent, own: PrivacyBudget) -> int:
-    """Return how often the run may charge this much under its own claim and under the site's delta and adjacency."""
+    """Return how often the run may make these charges under its own guarantee and the site's delta and adjacency."""
     claim = terms.claim
 
     def fits(times: int) -> bool:
@@ -371,7 +371,7 @@ def _largest_plan(terms: RunTerms, charges: Spent, own: PrivacyBudget) -> int:
 
 
 def _is_small(charges: Spent) -> bool:
-    """Return whether the accountant takes seconds for these charges, and not all memory.
+    """Return whether the accountant can handle these charges in seconds and without using up all memory.
 
     The server chooses the number of rounds. Larger plans count as infinite, which is an upper bound.
     """
@@ -380,14 +380,14 @@ def _is_small(charges: Spent) -> bool:
 
 
 def _largest(fits: Callable[[int], bool], most: int, likely: Iterable[int]) -> int:
-    """Return the largest number up to `most` that fits, testing the likely ones first; 0 if none does."""
+    """Return the largest number up to `most` that fits, testing likely numbers first; 0 if none fits."""
     if fits(most):
         return most
     low, high = 0, most
     for probe in likely:
         if low < probe < high:
             low, high = (probe, high) if fits(probe) else (low, probe)
-    probe = max(1, 2 * low)  # from below, because the server chooses `most`, and large plans take long
+    probe = max(1, 2 * low)  # search from below, because the server chooses `most`, and large plans take long
     while probe < high and fits(probe):
         low, probe = probe, 2 * probe
     high = min(high, probe)
@@ -398,18 +398,19 @@ def _largest(fits: Callable[[int], bool], most: int, likely: Iterable[int]) -> i
 
 
 def _held_to_site(entry: AccountEntry, site: str, charges: Spent) -> AccountEntry:
-    """Return the entry with its site, if the noise is in the sum. Raises BudgetError for a second site of the run.
+    """Return the entry with its site, if the noise is in the sum. Raises BudgetError for a second site in the run.
 
-    Two uploads of one record in one sum move it twice as far as one, under the same noise. Two charges add up to the
-    root of two.
+    Two uploads of one record in one sum move the sum twice as far as one upload, under the same noise. But two charges
+    only account for the square root of two.
     """
     if not any(step.kind == SUMMED for step in charges):
         return entry
     if entry.site not in ("", site):
         raise BudgetError(
             f'run {entry.run}: expected site "{entry.site}", which takes part with noise in the sum, found "{site}" in '
-            "the same state folder: a sum with two uploads of the same data protects it less than both charges say; "
-            "take part under one name, or give each site a state folder and data of its own"
+            "the same state folder: a sum with two uploads of the same data protects that data less than the "
+            "two charges say; "
+            "take part under one name, or give each site its own state folder and data"
         )
     return replace(entry, site=site)
 
@@ -437,7 +438,7 @@ def _use(entry: AccountEntry, charges: Spent) -> AccountEntry:
 
 
 def _dominates(reserved: Step, step: Step) -> bool:
-    """Return whether a step costs at most as much as the reserved one: less noise and a larger rate cost more."""
+    """Return whether a step costs at most as much as the reserved step: less noise and a larger rate cost more."""
     if reserved.kind != step.kind or bool(reserved.examples) != bool(step.examples):
         return False
     return (
@@ -448,15 +449,15 @@ def _dominates(reserved: Step, step: Step) -> bool:
 
 
 def _hides_examples(charges: Spent) -> bool:
-    """Return whether the server must not learn the number of examples, as from an epsilon or a number of steps.
+    """Return whether the server must not learn the number of examples, such as from an epsilon or a number of steps.
 
-    The server reads these errors. A masked upload does not say how many examples it is of; the others do.
+    The server reads these errors. Unlike other uploads, a masked upload does not reveal its number of examples.
     """
     return any(step.kind in (SUMMED, OLD_SUMMED) and step.examples for step in charges)
 
 
 def _describe_step(step: Step, reserved: Iterable[ReservedStep] = ()) -> str:
-    """Return a step in words, without the number of examples; `reserved`: steps of which none dominates it."""
+    """Describe a step in words, without the number of examples; none of the `reserved` steps dominates it."""
     drawn = "sampled" if step.examples else "not sampled"
     words = f'"{step.kind}" steps, {drawn}, with a noise multiplier of {step.multiplier:g}'
     alike = (one.step for one in reserved if one.step.kind == step.kind)

@@ -1,7 +1,8 @@
-"""The charge of a site that cannot check who the other sites of a sum are.
+"""The charge for a site that cannot verify the other sites in a sum.
 
-Noise in the sum counts the other sites' shares (distributed_dgauss.py). Without a roster in its policy a site knows
-them only from the server, which could be all of them. Then it can rely only on its own share of the noise: z / sqrt h.
+Noise in the sum includes the other sites' shares (distributed_dgauss.py). Without a roster in its policy, a site knows
+these sites only from the server, which could be posing as all of them. Then the site can rely only on its own share of
+the noise: z / sqrt h.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ WITHOUT_ROSTER = (
 @final
 @dataclass(frozen=True)
 class OwnShareGuarantee(PrivacyGuarantee):
-    """A guarantee with noise in the sum, charged at a site as if the other sites' noise were known to the server."""
+    """A guarantee with noise in the sum, charged at a site as if the server knew the other sites' noise."""
 
     claim: DistributedDiscreteGaussian
 
@@ -35,12 +36,12 @@ class OwnShareGuarantee(PrivacyGuarantee):
 
     @override
     def privacy_spent(self, plan: SamplingPlan) -> Spent:
-        """Return the site's own share as the charge of the sum, and again as that against all others together."""
+        """Return the site's own share both as the charge for the sum and as the charge against all others together."""
         charges = self.claim.privacy_spent(plan)
         own = {step: count for step, count in charges.items() if step.kind == OWN_SHARE}
         return {**accounting.epsilon_against_all(charges), **own}
 
 
 def charged_guarantee(claim: PrivacyGuarantee, roster: str | None) -> PrivacyGuarantee:
-    """Return the guarantee by which a site with this roster in its policy, or none, is charged."""
+    """Return the guarantee used to charge a site with this roster, or no roster, in its policy."""
     return OwnShareGuarantee(claim) if isinstance(claim, DistributedDiscreteGaussian) and not roster else claim

@@ -1,10 +1,10 @@
-"""Warnings of settings of a privacy guarantee that promise next to nothing. It needs neither torch nor dp-accounting.
+"""Warnings about privacy settings that promise next to nothing. Imports neither torch nor dp-accounting.
 
 | setting | why it promises next to nothing |
 |---|---|
-| delta of 0.01 or more | publishing all examples with that chance satisfies it |
+| delta of 0.01 or more | publishing all examples with that probability satisfies it |
 | delta above 1 / examples | publishing one example, drawn at random, satisfies it |
-| a noise multiplier with which one use of an example has an epsilon above 100 | the noise hides nothing |
+| a noise multiplier for which one use of an example has an epsilon above 100 | the noise hides nothing |
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from fedveil.contract.privacy import OWN_SHARE, Adjacency, PrivacyBudget, Privac
 
 __all__ = ["MAX_RECOMMENDED_EPSILON", "delta_warnings", "noise_warnings", "privacy_warnings"]
 
-MAX_RECOMMENDED_EPSILON = 8.0  # over all runs of a site together; docs/deploy/site-policy.md recommends 3
+MAX_RECOMMENDED_EPSILON = 8.0  # over all of a site's runs together; docs/deploy/site-policy.md recommends 3
 LARGE_DELTA, LARGE_EPSILON = 0.01, 100.0
 
 
 def privacy_warnings(claim: PrivacyGuarantee | None, examples: Iterable[int] = ()) -> list[str]:
-    """Return a sentence for each setting of a claim that promises next to nothing.
+    """Return a sentence for each setting of a guarantee that promises next to nothing.
 
     Args:
-        examples: numbers of examples of sites, as far as they are known.
+        examples: the sites' numbers of examples, where known.
     """
     if claim is None:
         return []
@@ -41,8 +41,9 @@ def delta_warnings(delta: float, examples: Iterable[int] = ()) -> list[str]:
     usual = "use min(1e-6, 1 / (10 x examples))"
     if delta >= LARGE_DELTA:
         return [
-            f"delta {delta:g} is at least {LARGE_DELTA:g}: with that chance nothing at all is promised, so a run that "
-            f"publishes all examples with a chance of {100 * delta:g} % would satisfy it; {usual}"
+            f"delta {delta:g} is at least {LARGE_DELTA:g}: with that probability nothing at all is promised, so a "
+            "run that "
+            f"publishes all examples with a probability of {100 * delta:g} % would satisfy it; {usual}"
         ]
     smallest = max(examples, default=0)
     if smallest and delta > 1 / smallest:
@@ -54,7 +55,7 @@ def delta_warnings(delta: float, examples: Iterable[int] = ()) -> list[str]:
 
 
 def noise_warnings(multipliers: Iterable[float], budget: PrivacyBudget) -> list[str]:
-    """Return a sentence for noise with which a single use of an example exceeds an epsilon of 100."""
+    """Return a sentence about noise for which a single use of an example exceeds an epsilon of 100."""
     least = min(multipliers, default=math.inf)
     if math.isinf(least):
         return []

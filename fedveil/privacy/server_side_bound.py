@@ -1,11 +1,11 @@
-"""An upper bound on a run's cost for one site's records, only from the server's record and the site's reports.
+"""An upper bound on a run's cost for one site's records, using only the server's record and the site's reports.
 
-`promised_epsilon` is the most that a run may cost a record: the budget of its guarantee, which the
+`promised_epsilon` is the maximum that a run may cost a record: the budget of its guarantee, which the
 site's ledger enforces.
 
 | case | epsilon |
 |---|---|
-| a run without a guarantee, or one that only counts its charges | infinite |
+| a run without a guarantee, or that only counts its charges | infinite |
 | the site sends values before the noise (`PrivacyBudget.server_trusted`) | infinite: a site need not trust the server |
 | run.deterministic | infinite: seeded noise hides nothing |
 | `delta` is below the budget's | infinite: the run promises nothing there |
@@ -27,20 +27,20 @@ from fedveil.privacy import accounting
 from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.privacy.guarantee_source import guarantee_of
 
-_MOST_ROWS = 100_000_000  # the limit of the server's upload validation
-# For all participations together: beyond these, accounting takes minutes and then all memory.
+_MOST_ROWS = 100_000_000  # the limit in the server's upload validation
+# For all participations together: beyond these limits, accounting takes minutes and then all memory.
 _MOST_STEPS, _MOST_LOSS = 3_000_000, 1200.0
 
 
 @dataclass(frozen=True)
 class ServerSideBound:
-    """An upper bound on what one run charged any record of a site.
+    """An upper bound on one run's charge to any record of a site.
 
     Attributes:
         rows, participations: the site's numbers of examples and participations.
         steps: steps per participation.
-        charges: every use of the most often used record.
-        epsilon: epsilon at the budget's delta and relation; infinite if none is known.
+        charges: every use of the most frequently used record.
+        epsilon: epsilon at the budget's delta and adjacency; infinite if none is known.
         against_all: epsilon against the server and all other sites together; None if the noise is not in the sum.
     """
 
@@ -55,10 +55,10 @@ class ServerSideBound:
 def server_side_bound(
     claim: PrivacyGuarantee, batch: int, attempts: Sequence[Mapping[str, Any]], site: str
 ) -> ServerSideBound | str:
-    """Return what the run cost the site's records, or a sentence that says why it is not known.
+    """Return the run's cost to the site's records, or a sentence that says why it is not known.
 
     Args:
-        batch: train.batch-size.
+        batch: the value of train.batch-size.
         attempts: the run's attempts at rounds, as in metrics.jsonl. The site writes their reports, so this function
             bounds the reported values.
     """
@@ -82,7 +82,7 @@ def server_side_bound(
     rows, steps = min(n for n, _ in counts if n is not None), max(n for _, n in counts if n is not None)
     budget = claim.budget
     try:
-        # Every round up to the last: if an epoch spans rounds, a site that skips some takes part in more epochs.
+        # Count every round up to the last: if an epoch spans rounds, a site that skips some takes part in more epochs.
         plan = SamplingPlan(max(asked) + 1, max(steps, 1), batch, rows, budget.neighbours)
         once = SamplingPlan(1, plan.steps, plan.batch, rows, budget.neighbours)
         charges = Counter(dict(claim.privacy_spent(plan)))
@@ -90,7 +90,7 @@ def server_side_bound(
             charges.update(dict(claim.privacy_spent(once)))
     except ConfigError as error:
         return f"not known, because its reports do not fit the run ({error}). Treat epsilon as infinite."
-    is_closed = all(kind == "gaussian" for kind, *_ in charges)  # a formula, for any number of steps
+    is_closed = all(kind == "gaussian" for kind, *_ in charges)  # has a closed form for any number of steps
     if not is_closed and (sum(charges.values()) > _MOST_STEPS or accounting.mean_loss(charges) > _MOST_LOSS):
         return (
             f"{rows} examples, {len(asked)} participations of {steps} steps: more than the accountant supports (a "
@@ -109,13 +109,13 @@ def server_side_bound(
 
 
 def _count(value: object, least: int, most: int) -> int | None:
-    """Return a number that a site reported; None unless it is a whole number from `least` to `most`."""
+    """Return a number reported by a site, or None unless it is a whole number from `least` to `most`."""
     known = isinstance(value, int | float) and least <= value <= most and value == int(value)
     return int(value) if known else None  # type: ignore[call-overload]
 
 
 def promised_epsilon(method: Method, config: RunConfig, delta: float) -> float:
-    """Return the largest epsilon at `delta` that the run may charge a record, under the budget's relation."""
+    """Return the largest epsilon at `delta` that the run may charge a record, under the budget's adjacency."""
     claim = guarantee_of(method, config)
     if claim is None or claim.budget.server_trusted or config.run.deterministic or delta < claim.budget.delta:
         return math.inf

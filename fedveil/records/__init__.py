@@ -1,1 +1,1 @@
-"""Files that outlive a process: states, checkpoints and audit logs."""
+"""Files that outlive a process, such as states, checkpoints and audit logs."""

@@ -1,4 +1,4 @@
-"""Atomically written files, small files with a checksum, and files of lines. It imports no torch.
+"""Atomically written files, small files with a checksum, and line-based files. Does not import torch.
 
 A checksum detects accidental changes by a disk or a person. It does not stop an attacker: anyone who can
 write the file can write the checksum.
@@ -28,20 +28,20 @@ _HEAD = b'{"checksum": "'
 _HEX = 32
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 _PIECE = 1 << 20
-# Errors for a path with the name of a partial file that is gone, a link, another user's file, or not a file.
+# Errors for a partial file's path that is gone, a link, another user's file, or not a file.
 _NOT_LEFT = (errno.ENOENT, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO)
 
 
 def write_atomic(path: Path, data: bytes | Iterable[Bytes], keep: Path | None = None) -> None:
-    """Replace a file atomically: after a crash or power cut, readers find either the old or the new one, complete.
+    """Replace a file atomically: after a crash or power failure, readers find the complete old file or the new one.
 
-    Only its owner can read it. When this returns, file and name are on the disk. Partial files that killed writers
-    left are removed. Other users may write to the folder, as the carrier of relay files does: a link is replaced and
-    never followed, and only regular files are opened.
+    Only the owner can read the file. When this returns, the file and its name are on disk. Partial files left by killed
+    writers are removed. Other users, such as the carrier of relay files, may write to the folder: a link is replaced
+    and never followed, and only regular files are opened.
 
     Args:
-        data: may come in parts, such as `FileSeal.closed` gives.
-        keep: new name of the old file, in the same folder; after a crash in between, only this file exists.
+        data: the new content, possibly in parts, such as those from `FileSeal.closed`.
+        keep: new name for the old file, in the same folder; after a crash in between, only this file exists.
 
     Raises:
         OSError: the file cannot be written, for example on a full disk.
@@ -65,7 +65,7 @@ def write_atomic(path: Path, data: bytes | Iterable[Bytes], keep: Path | None = 
 
 
 def link_atomic(path: Path, name: Path) -> None:
-    """Give a file a second name in the same folder, replacing any file of that name, without copying bytes.
+    """Give a file a second name in the same folder, replacing any file with that name, without copying bytes.
 
     If the file system does not support links, the file is copied. Raises OSError.
     """
@@ -88,9 +88,9 @@ def link_atomic(path: Path, name: Path) -> None:
 
 @contextlib.contextmanager
 def fill_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder for files that a library writes; at the end they replace the files in `folder`.
+    """Yield a temporary folder for files that a library writes; at the end, they replace the files in `folder`.
 
-    Only their owner can read them. After an error in the block, `folder` is unchanged. One process at a time.
+    Only the owner can read the files. After an error in the block, `folder` is unchanged. One process at a time.
     """
     paths.private_folder(folder)
     scratch = folder / ".part"
@@ -114,7 +114,7 @@ def fill_folder(folder: Path) -> Iterator[Path]:
 def _new_partial(path: Path) -> tuple[Path, int]:
     """Create and lock a new file next to `path`, under an unpredictable name; return it and its descriptor.
 
-    An existing file is never opened: if other users may write to the folder, it may be a link to another place.
+    An existing file is never opened: if other users can write to the folder, it could be a link to another place.
     """
     while True:
         partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(8)}.part")
@@ -122,13 +122,13 @@ def _new_partial(path: Path) -> tuple[Path, int]:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             return partial, descriptor
-        os.close(descriptor)  # before the lock, another writer removed it as a killed writer's file
+        os.close(descriptor)  # another writer took it for a killed writer's file and removed it before the lock
 
 
 def _remove_left(path: Path, own: Path) -> None:
-    """Remove partial files that no process is writing: a running writer holds a lock on its file.
+    """Remove partial files that no process is writing; a running writer holds a lock on its file.
 
-    A link, a pipe, a folder or another user's file with such a name is not from one of our writers, and stays.
+    A link, a pipe, a folder or another user's file with such a name does not come from our writers, and stays.
     """
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         if left == own:
@@ -154,7 +154,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system without this call
+        if error.errno != errno.EINVAL:  # the file system does not support this call
             raise
     finally:
         os.close(descriptor)
@@ -167,7 +167,7 @@ def write_checksummed(content: Mapping[str, Any]) -> bytes:
 
 
 def read_checksummed(data: bytes) -> dict[str, Any]:
-    """Return the content written by `write_checksummed`. Raises ValueError if a byte differs."""
+    """Return the content written by `write_checksummed`. Raises ValueError if any byte differs."""
     text = data[len(_HEAD) + _HEX + 3 :]
     if data != _HEAD + xxhash.xxh3_128_hexdigest(text).encode() + b'", ' + text:
         raise ValueError("its checksum does not match its bytes")
@@ -178,12 +178,12 @@ def read_checksummed(data: bytes) -> dict[str, Any]:
 
 
 def checksummed_bytes(data: bytes) -> bytes:
-    """Return the bytes followed by their checksum of 16 bytes."""
+    """Return the bytes followed by their 16-byte checksum."""
     return data + xxhash.xxh3_128_digest(data)
 
 
 def verify_checksummed(data: bytes) -> bytes:
-    """Return the bytes in a result of `checksummed_bytes`. Raises ValueError if a byte differs."""
+    """Return the bytes from a `checksummed_bytes` result. Raises ValueError if any byte differs."""
     if checksummed_bytes(data[:-16]) != data:
         raise ValueError("its checksum does not match its bytes")
     return data[:-16]
@@ -201,7 +201,7 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def cut_torn_line(path: Path) -> str:
-    """Cut off a last line that a killed writer left unfinished. Return its content; "" if all lines are complete."""
+    """Truncate a last line left unfinished by a killed writer. Return its content, or "" if all lines are complete."""
     if not path.exists():
         return ""
     with path.open("r+b") as file:

@@ -1,36 +1,36 @@
-"""A tamper-evident log: JSON lines, each with the hash of the line before.
+"""A tamper-evident log: JSON lines, each with the hash of the previous line.
 
     {"app":"5f..","event":"admitted","hash":"9c..","n":3,"previous":"a0..","round":0,"time":"2026-01-02T03:04:05+00:00"}
 
     hash     = SHA-256 of the line's own JSON (keys sorted, no spaces, ASCII) without the key "hash"
-    previous = hash of the line before; 64 zeros in the first
+    previous = hash of the previous line; 64 zeros in the first line
     n        = number of the line, from 0
 
-A line must be exactly what this module would write, byte for byte, so even an added space is found. Content from
-the other side is truncated, so that a sender cannot make appending slow: texts after 1,000 characters, lists
+A line must match this module's output byte for byte, so even an added space is detected. Content from
+the other side is truncated, so that a sender cannot make appending slow: text after 1,000 characters, lists
 after 4,096 entries.
 
-Formal guarantees, for a log whose head (number of lines, last hash) another party holds, and SHA-256
-without collisions:
+Formal guarantees, for a log whose head (number of lines, last hash) another party holds, if SHA-256 has
+no collisions:
 - every change to the lines up to that head is found, no matter who made it.
 
-| what was done to the file | found without an anchor | found with an anchor |
+| change to the file | found without an anchor | found with an anchor |
 |---|---|---|
 | a byte changed, a line removed from the start or the middle, lines swapped, inserted or repeated | yes | yes |
-| the last lines cut off, or the whole file removed | no: the rest is a valid log | yes, back to the anchor |
+| the last lines removed, or the whole file removed | no: the rest is a valid log | yes, back to the anchor |
 | a line changed and every later hash recomputed | no | yes, up to the anchor |
 | the last line torn by a power cut | yes | yes |
 
 An anchor is the text "LINES:HASH" of `log_head`. Server and site exchange their anchors with every
 message, so each log holds anchors of the other.
 
-A log may continue in a new file (log_rotation.py). The earlier files lie beside it and belong to the log:
+A log may continue in a new file (log_rotation.py). The earlier files are in the same folder and belong to the log:
 
     audit-log-0-1233.jsonl    lines 0 to 1233
     audit-log.jsonl           its first line has n = 1234, the hash of line 1233 as previous, and the event "continued"
 
-So lines keep their numbers and every anchor stays valid. The line "continued" records the earlier file's SHA-256 and
-which of its lines were damaged, if any: exactly that damage is accepted in exactly that file.
+So lines keep their numbers and every anchor stays valid. The "continued" line records the earlier file's SHA-256 and
+its damaged lines, if any: exactly that damage is accepted in exactly that file.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 NAME = "audit-log.jsonl"
-CONTINUED = "continued"  # the event of the first line of a file that continues a log
+CONTINUED = "continued"  # event of the first line in a file that continues a log
 _GENESIS = "0" * 64
 _OWN = frozenset({"n", "time", "event", "previous", "hash"})
 _BLOCK = 1 << 16
@@ -76,7 +76,7 @@ _LONGEST_LINE = 8 << 20  # bytes
 
 @dataclass(frozen=True)
 class LogHead:
-    """The end of a log: its number of lines, and the hash of the last one."""
+    """The end of a log: its number of lines, and the last line's hash."""
 
     lines: int = 0
     hash: str = _GENESIS
@@ -94,7 +94,7 @@ class LogHead:
 
 
 def append_entry(file: Path, event: str, about: Mapping[str, Any]) -> LogHead:
-    """Append one line, which is on the disk when this returns, and return the new head. Several processes may append.
+    """Append one line, and return the new head once the line is on disk. Several processes may append.
 
     Long texts and lists in `about` are truncated; the line then records their original length.
 
@@ -124,7 +124,7 @@ def append_entry(file: Path, event: str, about: Mapping[str, Any]) -> LogHead:
 
 
 def continued_line(before: LogHead, about: Mapping[str, Any]) -> tuple[bytes, LogHead]:
-    """Return the first line of a file that continues a log of this head, and the head after it."""
+    """Return the first line of a file that continues a log with this head, and the head after it."""
     return _new_line(before, CONTINUED, about)
 
 
@@ -150,7 +150,7 @@ def locked_log(file: Path) -> Iterator[FileIO]:
 
 
 def log_head(file: Path) -> LogHead:
-    """Return the log's head, reading only its last line; the head of an empty log if there is no file. Raises
+    """Return the log's head, reading only its last line; without a file, the head of an empty log. Raises
     StateError."""
     return _head(last_entry(file))
 
@@ -164,7 +164,7 @@ def last_entry(file: Path) -> dict[str, Any]:
 
 
 def list_log_files(file: Path) -> list[Path]:
-    """Return the files of a log in their order: the earlier ones that lie beside `file`, and `file` itself."""
+    """Return the files of a log in order: the earlier files next to `file`, then `file` itself."""
     name = re.compile(rf"{re.escape(file.stem)}-(\d{{1,18}})-\d{{1,18}}{re.escape(file.suffix)}")
     earlier = [(int(match[1]), path) for path in file.parent.glob(f"{glob.escape(file.stem)}-*{file.suffix}")
                if (match := name.fullmatch(path.name))]  # fmt: skip
@@ -180,7 +180,7 @@ def log_bytes(file: Path) -> int:
 
 
 def verify_log(file: Path, anchors: Iterable[LogHead] = ()) -> LogHead:
-    """Read the whole log, with the earlier files that lie beside `file`, and return its head.
+    """Read the whole log, including the earlier files next to `file`, and return its head.
 
     Raises:
         StateError: a line is wrong, or the log does not reach an anchor; the message names the first such line.
@@ -216,9 +216,9 @@ def verify_log_files(files: Sequence[Path], anchors: Iterable[LogHead] = ()) -> 
 
 
 def read_log(file: Path) -> list[dict[str, Any]]:
-    """Return every line of the log, with the earlier files that lie beside `file`.
+    """Return every line of the log, including the earlier files next to `file`.
 
-    Damaged lines of an earlier file are left out; the line "continued" of the next file counts them.
+    Damaged lines in an earlier file are left out; the next file's "continued" line counts them.
 
     Raises:
         StateError: a line is wrong, as in `verify_log`.
@@ -247,7 +247,7 @@ def _heads(files: Sequence[Path], before: LogHead) -> Iterator[tuple[Path, LogHe
 
 
 def _lines(files: Sequence[Path], before: LogHead) -> Iterator[tuple[Path, dict[str, Any], LogHead]]:
-    """Yield every line of files that continue each other, with the head after it; {} for a damaged one."""
+    """Yield every line of files that continue each other, with the head after it; {} for a damaged line."""
     for file, after in zip(files, [*files[1:], None], strict=True):
         about = _first_line(after) if after else {}
         is_damaged = about.get("event") == CONTINUED and bool(about.get("damaged") or about.get("torn"))
@@ -260,7 +260,7 @@ def _lines(files: Sequence[Path], before: LogHead) -> Iterator[tuple[Path, dict[
 
 
 def start_of(file: Path) -> LogHead:
-    """Return the head before the file's first line: that of an empty log, unless it continues an earlier file.
+    """Return the head before the file's first line: an empty log's head, unless the file continues an earlier one.
 
     Raises StateError if there is no file.
     """
@@ -269,7 +269,7 @@ def start_of(file: Path) -> LogHead:
 
 
 def _first_line(file: Path) -> dict[str, Any]:
-    """Return the file's first line; {} if it is empty, damaged or no whole line."""
+    """Return the file's first line, or {} if it is empty, damaged or incomplete."""
     try:
         with file.open("rb") as log:
             return _record(log.readline(_LONGEST_LINE), f"{file}, line 1")
@@ -280,7 +280,7 @@ def _first_line(file: Path) -> dict[str, Any]:
 
 
 def _damage(record: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Return the first and last number of each damaged part of the earlier file, as the line "continued" records."""
+    """Return the first and last line number of each damaged part of the earlier file, from the "continued" line."""
     parts = record.get("damaged") if record.get("event") == CONTINUED else None
     parts = parts if isinstance(parts, list) else []
     pairs = [part for part in parts if isinstance(part, list) and [type(n) for n in part] == [int, int]]
@@ -315,7 +315,7 @@ def whole_lines(file: Path) -> Iterator[dict[str, Any]]:
 def _around_damage(
     file: Path, before: LogHead, end: LogHead, damage: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[dict[str, Any], LogHead]]:
-    """Yield the whole lines of a damaged file, and {} for the others, whose hash the line after may still name.
+    """Yield the intact lines of a damaged file, and {} for each damaged line, whose hash may still be in the next line.
 
     Raises StateError if a line is missing that `damage`, by first and last number, does not record.
     """
@@ -340,7 +340,8 @@ def _around_damage(
         record = records.get(number, {})
         if record and record["previous"] != hashes.get(number, record["previous"]):
             raise StateError(
-                f"{file}, line {number + 1}: expected the hash of the line before, found another; it was changed"
+                f"{file}, line {number + 1}: expected the hash of the previous line, found a different one; it was "
+                "changed"
             )
         yield record, LogHead(number + 1, hashes.get(number + 1, ""))
 
@@ -388,7 +389,7 @@ def _last(file: Path, log: Any, end: int) -> dict[str, Any]:
     """Return the last line of an open log of `end` bytes; {} if it is empty. Leave the file position at the end."""
     start, tail, step = end, b"", _BLOCK
     while start and b"\n" not in tail[:-1]:
-        # Double the block each time: a line of 20 MB, from an older version, needs a few reads instead of 300.
+        # Double the block each time: a 20 MB line, from an older version, needs a few reads instead of 300.
         step = min(start, 2 * step)
         start -= step
         log.seek(start)

@@ -3,12 +3,12 @@
     {"form": 2, "kind": 0, "direction": "up", "variant": "A", "fields": [[name, codec, shape, bytes], ...]}
     {"round": 4, "attempt": 0, "site": "north", "kind": 0, "bytes": 61440}
 
-Direction, variant, and names and codecs of fields define the kind of a message. A kind has one line,
+The direction, the variant, and the fields' names and codecs define the kind of a message. A kind has one line,
 before its first message; every message has its own line.
 
 | a message ... | its line also has |
 |---|---|
-| with fields of another shape than in the kind's line | "others": [[index of the field, shape, bytes], ...] |
+| with fields of a different shape than in the kind's line | "others": [[index of the field, shape, bytes], ...] |
 | with scalars in addition to its fields | "scalars": {name: word, ...} |
 | with scores of held-out examples (evaluate.held-out) | "figures": {name: bytes, ...} |
 """
@@ -29,7 +29,7 @@ NAME: Final = "disclosure.jsonl"
 Row = dict[str, Any]
 
 _FORM = 2
-_LONGEST = 40  # characters of a damaged line in an error
+_LONGEST = 40  # maximum number of characters of a damaged line in an error
 
 
 @final
@@ -46,7 +46,7 @@ class DisclosureLedger:
 
         Args:
             where: the message's round, attempt and site.
-            disclosed: a result of `fedveil.wire.envelope.describe_message`.
+            disclosed: result of `fedveil.wire.envelope.describe_message`.
         """
         kind = self._kind(direction, disclosed)
         line = {**where, "kind": kind["kind"], "bytes": disclosed["bytes"]}
@@ -71,13 +71,13 @@ class DisclosureLedger:
 
 
 def read_messages(file: Path) -> list[Row]:
-    """Return every message of the ledger; [] if there is no file. Skip a last line that is still being written.
+    """Return every message in the ledger, or [] if there is no file. Skip a last line that is still being written.
 
-    Each has round, attempt, site, direction, variant, kind, bytes, payload_bytes, fields as [name, codec, shape,
-    bytes], scalars, and figures as bytes by name. Messages of a kind share one list of fields.
+    Each message has round, attempt, site, direction, variant, kind, bytes, payload_bytes, fields as [name, codec,
+    shape, bytes], scalars, and figures as bytes by name. Messages of the same kind share one list of fields.
 
     Raises:
-        StateError: a line has another form; the error names the line.
+        StateError: a line has a different form; the error names the line.
     """
     return _read(file)[1]
 
@@ -114,7 +114,7 @@ def _read(file: Path) -> tuple[list[Row], list[Row]]:
 
 
 class _OldForm(Exception):
-    """Raised for a line of version 0.1."""
+    """Raised for a line from version 0.1."""
 
 
 def _checked_kind(row: Row, number: int) -> Row:

@@ -17,13 +17,13 @@ _OF_SERVER = "The server learns: "
 
 @dataclass
 class DisclosureKind:
-    """All messages of one direction, variant and set of fields.
+    """All messages with the same direction, variant and set of fields.
 
     Attributes:
-        fields: (name, codec, shape, bytes) of each field of the first such message.
+        fields: (name, codec, shape, bytes) of each field in the first such message.
         sites: number of messages by site.
-        total_bytes: bytes of the whole messages.
-        payload_bytes: bytes of only the fields.
+        total_bytes: total size of the messages in bytes.
+        payload_bytes: size of the fields alone in bytes.
     """
 
     direction: str
@@ -40,7 +40,7 @@ class DisclosureKind:
 
     @property
     def overhead_bytes(self) -> int:
-        """Return the bytes beyond the fields: names, shapes, and a site's training report."""
+        """Return the number of bytes beyond the fields: names, shapes, and a site's training report."""
         return self.total_bytes - self.payload_bytes
 
 
@@ -64,9 +64,9 @@ def message_kinds(messages: Sequence[Mapping[str, Any]]) -> list[DisclosureKind]
 
 @dataclass
 class TrafficSummary:
-    """The number and bytes of one site's messages in each direction, regardless of content.
+    """The number and total size of one site's messages in each direction, regardless of content.
 
-    `unsigned`: number of accepted uploads that the site did not sign.
+    `unsigned` is the number of accepted uploads that the site did not sign.
     """
 
     up: int = 0
@@ -101,9 +101,9 @@ def site_traffic(
 
 
 def unsigned_sites(attempt: Mapping[str, Any]) -> list[str]:
-    """Return the accepted sites of an attempt that did not sign their upload.
+    """Return the accepted sites in an attempt that did not sign their upload.
 
-    A line of version 0.1 does not say so, and no site signed then.
+    Lines from version 0.1 do not record this; in that version no site signed.
     """
     return [str(site) for site in attempt.get("unsigned", attempt.get("accepted") or [])]
 
@@ -111,7 +111,7 @@ def unsigned_sites(attempt: Mapping[str, Any]) -> list[str]:
 def unlisted_messages(attempts: Sequence[Mapping[str, Any]]) -> dict[str, TrafficSummary]:
     """Return, by site, the messages without a ledger line: refused uploads, keys and shares.
 
-    Older records do not contain the number of messages.
+    Older records do not include the number of messages.
     """
     traffic: defaultdict[str, TrafficSummary] = defaultdict(TrafficSummary)
     for attempt in attempts:
@@ -123,7 +123,7 @@ def unlisted_messages(attempts: Sequence[Mapping[str, Any]]) -> dict[str, Traffi
 
 
 def scalar_names(messages: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return, by direction, the names of the values that messages carried along with their tensors."""
+    """Return, by direction, the names of the values that messages carried in addition to their tensors."""
     names_by_direction: dict[str, set[str]] = {"up": set(), "down": set()}
     for message in messages:
         names_by_direction[message["direction"]] |= set(message["scalars"])
@@ -154,7 +154,7 @@ def what_is_learned(method: str) -> list[str]:
 
 
 def what_is_learned_in_sum(sentences: Sequence[str], server: str) -> list[str]:
-    """Return `what_is_learned` for a secure run: `server` replaces the server's sentences, which follow as contrast."""
+    """Return `what_is_learned` for a secure run: `server` replaces the server's sentences, which follow after it."""
     of_server = [sentence for sentence in sentences if sentence.startswith(_OF_SERVER)]
     clear = [f"Without secure aggregation it would be: {text.removeprefix(_OF_SERVER)}" for text in of_server]
     return [*(sentence for sentence in sentences if sentence not in of_server), _OF_SERVER + server, *clear]

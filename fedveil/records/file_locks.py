@@ -1,4 +1,4 @@
-"""Wait for another process's lock on a file for a limited time. It imports no torch."""
+"""Wait for another process's lock on a file for a limited time. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,20 +1,20 @@
-"""Continue an audit log in a new file, so that it can be archived, and go on after a damaged one.
+"""Continue an audit log in a new file, to archive the old file or to go on after damage.
 
     audit-log.jsonl  ->  audit-log-<first>-<last>.jsonl    the old file, byte for byte
                          audit-log.jsonl                   {"event": "continued", "n": <last + 1>,
                                                             "previous": <last hash>, "file": ..., "sha256": ...,
                                                             "damaged": [[6, 6]], ...}
 
-Numbers and hashes go on, so anchors of the old file stay valid, and other parties need not be told.
+Line numbers and hashes continue, so anchors in the old file stay valid, and other parties need not be told.
 
 | the old file | its end is taken from |
 |---|---|
-| whole | its last line |
-| its last line was cut off by a power cut | the line before: the writer had not gone on, so no anchor exists |
+| intact | its last line |
+| its last line was cut off by a power failure | the previous line: the writer had not gone on, so no anchor exists |
 | damaged elsewhere | its last line; the damaged lines are recorded |
-| its last line is complete and damaged, or the file is lost | an anchor that another party holds, which must be given |
+| its last line is complete but damaged, or the file is lost | an anchor held by another party, which must be given |
 
-A process that dies in between leaves the log as it was, or continued: the new file replaces the old name in one step.
+A process that dies in between leaves the log unchanged or continued: the new file takes the old name in one step.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ __all__ = ["rotate_log"]
 
 _ASK = "fedveil log anchor OTHER --site NAME prints it at the server, then fedveil log rotate FILE --after LINES:HASH"
 _LEAST_LINE = 170  # bytes of the shortest line: two hashes of 64 hex digits, a time, and the keys
-_MOST_PARTS = 1000  # damaged parts that are listed; more are listed as one
+_MOST_PARTS = 1000  # maximum number of damaged parts to list; more are listed as one
 
 
 def rotate_log(file: Path, after: LogHead | None = None) -> tuple[Path | None, LogHead]:
-    """Continue the log in a new file and return the old file, None if it is lost, and the new head.
+    """Continue the log in a new file; return the old file (None if it is lost) and the new head.
 
     Args:
-        after: the last anchor that another party holds; required if the end of the old file cannot be known from it.
+        after: the last anchor that another party holds; required if the old file does not reveal its own end.
 
     Raises:
         StateError: the log is empty, its end is unknown, `after` contradicts it, or a file cannot be written.
@@ -71,8 +71,8 @@ def rotate_log(file: Path, after: LogHead | None = None) -> tuple[Path | None, L
 def _first(file: Path) -> int:
     """Return the number of the file's first line, even if that line is damaged; 0 if no line is whole.
 
-    A damaged line break joins two lines. So damaged lines before the first whole one are counted from 0 if their bytes
-    can hold that many, and otherwise as they stand: the file continues another one.
+    A damaged line break joins two lines. So the damaged lines before the first intact one are counted from 0 if their
+    bytes can hold that many lines, and otherwise as they are, because the file then continues another file.
     """
     size = 0
     with file.open("rb") as log:
@@ -85,7 +85,7 @@ def _first(file: Path) -> int:
 
 
 def _end(file: Path, first: int, after: LogHead | None) -> tuple[LogHead, list[list[int]]]:
-    """Return the end of a file that is not empty, and its damaged parts."""
+    """Return the end of a nonempty file, and its damaged parts."""
     numbers, last = set(), LogHead()
     for record in audit_log.whole_lines(file):
         if record["n"] >= first:
@@ -95,7 +95,7 @@ def _end(file: Path, first: int, after: LogHead | None) -> tuple[LogHead, list[l
     if after is None and (not numbers or not _ends_whole(file)):
         said = f" (its last whole line gives {last})" if numbers else ""
         raise StateError(
-            f"{file}: expected a last line whose hash is right, found a damaged one{said}; give the last anchor that "
+            f"{file}: expected a last line with the right hash, found a damaged one{said}; give the last anchor that "
             f"another party holds: {_ASK}"
         )
     if end.lines < last.lines or (end.lines == last.lines and end != last):
@@ -106,7 +106,7 @@ def _end(file: Path, first: int, after: LogHead | None) -> tuple[LogHead, list[l
 
 
 def _ends_whole(file: Path) -> bool:
-    """Return whether the last complete line is whole; a torn line after it was never shown to anybody."""
+    """Return whether the last complete line is intact; no one has seen a torn line after it."""
     with file.open("rb") as log:
         last = b""
         for line in log:
@@ -115,14 +115,14 @@ def _ends_whole(file: Path) -> bool:
 
 
 def _torn(file: Path) -> bytes:
-    """Return what follows the last complete line."""
+    """Return the bytes after the last complete line."""
     with file.open("rb") as log:
         last = next(iter(deque(log, maxlen=1)), b"")
     return b"" if last.endswith(b"\n") else last
 
 
 def _parts(missing: Iterable[int], last: int, end: int) -> list[list[int]]:
-    """Return first and last number of each run of missing lines, and of the lines from `last` up to `end`."""
+    """Return the first and last number of each run of missing lines, and of the lines from `last` up to `end`."""
     parts: list[list[int]] = []
     for number in sorted(missing):
         if parts and parts[-1][1] == number - 1:
@@ -134,14 +134,14 @@ def _parts(missing: Iterable[int], last: int, end: int) -> list[list[int]]:
 
 
 def _keep(file: Path, old: Path) -> None:
-    """Give the old file its new name. A second name that a killed rotation left is replaced."""
+    """Give the old file its new name, replacing a second name left by a killed rotation."""
     if old.exists() and not old.samefile(file) and old.read_bytes() != file.read_bytes():
         raise StateError(f"{old}: expected no other file of this name, found one; move it away and keep it")
     link_atomic(file, old)
 
 
 def _clock(file: Path) -> dict[str, object]:
-    """Return the program's clock of the last whole line, which a control log needs after a restart."""
+    """Return the program's clock from the last intact line, which a control log needs after a restart."""
     clock: dict[str, object] = {}
     for record in audit_log.whole_lines(file):
         if "clock" in record:

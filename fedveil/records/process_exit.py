@@ -2,7 +2,7 @@
 
     <run folder>/lock   held (flock) as long as the process lives; {"inode": of this file, "pid", "host", "since", ...}
 
-A process cannot catch SIGKILL. So it records its memory while it runs, and readers infer the rest. If no process
+A process cannot catch SIGKILL. So it records its memory use while it runs, and readers infer the rest. If no process
 holds the lock, the process is dead. The kernel's count of out-of-memory kills, if readable, shows whether memory
 was the cause.
 
@@ -31,7 +31,7 @@ from fedveil.errors import OutOfMemoryError, StateError
 LOCK = "lock"
 # Set by the heartbeats of a task's process: the boot clock's seconds at the last answer (fedveil/guard/heartbeat.py).
 LAST_ANSWER = "FEDVEIL_LAST_ANSWER"
-LOST_SECONDS = 60.0  # Flower ends a task whose heartbeats have been missing for that long
+LOST_SECONDS = 60.0  # Flower ends a task when its heartbeats have been missing for this long
 TOLD_TO_END = "interrupted: its ServerApp was told to end"  # beginning of a run's reason after `flwr stop` or a signal
 TEMPORARY = (
     "FEDVEIL_TEMPORARY"  # in the environment of a ServerApp whose federation ends with the process that started it
@@ -48,7 +48,7 @@ _TRIES, _BETWEEN = 20, 0.1  # a reader that checks the lock holds it for a momen
 
 
 class ExitCause(StrEnum):
-    """Return the cause that ended a process, in words that may be shared: without numbers."""
+    """The cause that ended a process, in words without numbers, so that they may be shared."""
 
     MEMORY = "out of memory"
     PERHAPS_MEMORY = "probably out of memory"
@@ -57,10 +57,10 @@ class ExitCause(StrEnum):
 
 
 def lock_folder(folder: Path) -> int:
-    """Take the folder's lock until this process ends or closes it. Return the file's descriptor.
+    """Hold the folder's lock until this process ends or closes the file. Return the file's descriptor.
 
     Raises:
-        StateError: another process holds it; the message says which.
+        StateError: another process holds the lock; the message says which.
     """
     path = folder / LOCK
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -91,7 +91,7 @@ def is_dead(folder: Path) -> bool:
                 return False
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return True
-    except (OSError, ValueError, AttributeError):  # held, or unreadable
+    except (OSError, ValueError, AttributeError):  # locked or unreadable
         return False
 
 
@@ -112,12 +112,12 @@ def note_memory() -> dict[str, Any]:
     group = _group()
     limits = [_kilobytes(_read(Path("/proc/meminfo")), "MemTotal") // 1000]
     groups = [_read(group / name).strip() for name in ("memory.max", "memory.limit_in_bytes")]
-    limits += [int(text) // 1_000_000 for text in groups if text.isdigit()]  # else "max", or there is none
+    limits += [int(text) // 1_000_000 for text in groups if text.isdigit()]  # otherwise "max", or no limit
     return about | {"limit_mb": min(limits), "group": str(group), "oom_kills": _oom_kills(group)}
 
 
 def exit_cause(about: Mapping[str, Any]) -> ExitCause:
-    """Return the cause that ended the process that wrote `about`, in which values may be missing."""
+    """Return the cause that ended the process that wrote `about`; values in it may be missing."""
     memory, limit, kills = (_number(about.get(key)) for key in ("peak_mb", "limit_mb", "oom_kills"))
     if about.get("boot") and about.get("boot") != _boot():
         return ExitCause.MACHINE
@@ -128,12 +128,12 @@ def exit_cause(about: Mapping[str, Any]) -> ExitCause:
 
 
 def boot_seconds() -> float:
-    """Return seconds of a clock that also goes on while the machine sleeps, where the system has one."""
+    """Return the seconds of a clock that also runs while the machine sleeps, if the system has one."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 def describe_lost_contact(now: float | None = None) -> str:
-    """Say that this process had no contact with the SuperLink before it ended, and for how long; "" if it had."""
+    """Return a sentence on how long this process had lost contact with the SuperLink before it ended, or ""."""
     try:
         silent = (boot_seconds() if now is None else now) - float(os.environ[LAST_ANSWER])
     except (KeyError, ValueError):
@@ -142,15 +142,15 @@ def describe_lost_contact(now: float | None = None) -> str:
         return ""
     return (
         f"contact lost: the ServerApp had no answer from the SuperLink for {silent:,.0f} s, so Flower ended its run. A "
-        "paused machine, heavy swapping or a SuperLink that was down are the usual causes. Uploads on their way are "
-        "discarded, and sites keep the charge of the round that was under way"
+        "paused machine, heavy swapping or a SuperLink that was down are the usual causes. Uploads in transit are "
+        "discarded, and sites keep the charge for the round that was in progress"
     )
 
 
 def describe_full_disk(*folders: Path) -> str:
-    """Say which of these folders is on a full disk, and how much is free; "" if none is or none can be read.
+    """Return which of these folders is on a full disk and how much is free, or "" if no full disk is found.
 
-    A SuperLink answers 500 on a full disk, and only its own log says why.
+    A SuperLink returns status 500 when its disk is full, and only its own log says why.
     """
     for folder in folders:
         with contextlib.suppress(OSError):
@@ -161,17 +161,17 @@ def describe_full_disk(*folders: Path) -> str:
 
 
 def child_exit_cause(code: int, before: Mapping[str, Any]) -> tuple[ExitCause, str]:
-    """Return the cause that ended a child process with that code, and which setting to lower if memory was the cause.
+    """Return the cause that ended a child process with that code, and the setting to lower if memory was the cause.
 
-    `before` is the result of `note_memory` when the child was started. The child is in this process's
-    cgroup, whose count of memory kills has then gone up.
+    `before` is the result of `note_memory` from when the child was started. The child is in this process's
+    cgroup, so a memory kill increases the cgroup's count.
     """
     cause = exit_cause({**before, "peak_mb": 0}) if code == -signal.SIGKILL else ExitCause.OTHER
     return cause, f", {cause}; {LOWER_AT_SITE}" if cause is ExitCause.MEMORY else ""
 
 
 def describe_ending(about: Mapping[str, Any], lower: str = LOWER) -> str:
-    """Return the cause with memory numbers, for readers who may see them, and the setting to `lower`."""
+    """Return the cause with memory figures, for readers who may see them, and the setting to `lower`."""
     memory, limit = (_number(about.get(key)) for key in ("peak_mb", "limit_mb"))
     figures = f"{memory} of {limit} MB at its last report" if memory >= 0 else "not recorded"
     return {
@@ -183,13 +183,13 @@ def describe_ending(about: Mapping[str, Any], lower: str = LOWER) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether this is Python's or torch's out-of-memory error; on the CPU torch has no type for it."""
-    kinds = (MemoryError.__name__, OutOfMemoryError.__name__)  # torch has one of this name too
+    """Return whether this is Python's or torch's out-of-memory error; on the CPU, torch has no type for it."""
+    kinds = (MemoryError.__name__, OutOfMemoryError.__name__)  # torch also has an error with this name
     return type(error).__name__ in kinds or "can't allocate memory" in str(error)
 
 
 def resume_command(folder: Path) -> str:
-    """Return a sentence on how to resume the run of a folder."""
+    """Return a sentence on how to resume the run in a folder."""
     if os.environ.get(TEMPORARY):
         return "its federation was temporary: start the run again"
     config = shlex.quote(str(folder.absolute() / "resume.toml"))
@@ -201,7 +201,7 @@ def _number(value: object) -> int:
 
 
 def _group() -> Path:
-    """Return the folder of this process's memory cgroup (v2 or v1); in a container, the top one that it can see."""
+    """Return the folder of this process's memory cgroup (v2 or v1); in a container, the top visible one."""
     folders = [_CGROUPS / "memory", _CGROUPS]
     for line in _read(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -235,11 +235,11 @@ def _read(path: Path) -> str:
     return ""
 
 
-MOST = 5  # maximum number of sites per reason, and of reasons; the records have all
+MOST = 5  # maximum number of sites per reason, and of reasons; the records have all of them
 
 
 def group_by_reason(failed: Mapping[str, str], most: int = MOST) -> list[str]:
-    """Return texts like ["east, north: why", "west: another", "and 2 more"] from the reason of each site, in order."""
+    """Return texts like ["east, north: why", "west: another", "and 2 more"] from each site's reason, in order."""
     sites: dict[str, list[str]] = {}
     for site, reason in failed.items():
         sites.setdefault(reason, []).append(site)

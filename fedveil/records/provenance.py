@@ -15,7 +15,7 @@ __all__ = ["environment_info", "git_commit"]
 
 
 def git_commit() -> str:
-    """Return the repository's commit, with "+" if files have changed since; empty outside a checkout."""
+    """Return the repository's commit, with "+" if files have changed since then; empty outside a checkout."""
     if (here := paths.checkout_folder()) is None:
         return ""
     describe = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]

@@ -1,8 +1,8 @@
 """States on disk: one safetensors file with the scalars as JSON in its metadata, written atomically.
 
-A checksum over names, dtypes, shapes and bytes of the tensors and over the scalars precedes the scalars. Any
+A checksum over the tensors' names, dtypes, shapes and bytes and over the scalars precedes the scalars. Any
 program that reads safetensors can read the file. It is written from the tensors' own memory, part by part; reading
-briefly needs twice its size in memory. With a key, the same file is encrypted.
+briefly needs twice its size in memory. With a key, the file is encrypted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedveil.encrypted_files import FileSeal
 from fedveil.errors import StateError
 from fedveil.records.atomic_files import write_atomic
 
-_MOMENT = "server.optimizer/"  # before the name of a moment; no parameter of a model has a slash in its name
+_MOMENT = "server.optimizer/"  # prefix of moment names; no model parameter has a slash in its name
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -45,7 +45,7 @@ def save_state(
 
 
 def load_state(path: Path, seal: FileSeal = FileSeal(), role: str = "") -> FederatedState:
-    """Return the state that `save_state` wrote. Raises StateError for a missing, damaged or exchanged file."""
+    """Return the state that `save_state` wrote. Raises StateError for a missing, damaged or swapped file."""
     try:
         data = seal.read(path, role)
         tensors = load(data)  # checks the header
@@ -58,13 +58,13 @@ def load_state(path: Path, seal: FileSeal = FileSeal(), role: str = "") -> Feder
         return FederatedState(own, json.loads(scalars), moments)
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError, RecursionError) as error:
         raise StateError(
-            f"{path}: expected a state file as this version writes it, found none that can be read ({error}); it was "
+            f"{path}: expected a state file in this version's format, found none that can be read ({error}); it was "
             "damaged, or an older version wrote it"
         ) from None
 
 
 def _parts(state: FederatedState) -> Iterator[Buffer]:
-    """Return the bytes of a safetensors file, without the library's writer, which holds the state three times."""
+    """Return the bytes of a safetensors file, without the library's writer, which holds three copies of the state."""
     scalars = json.dumps(dict(state.scalars))
     named = {**state.tensors, **{_MOMENT + name: tensor for name, tensor in state.moments.items()}}
     # One entry, because equal states must give equal files.

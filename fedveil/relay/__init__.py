@@ -1,4 +1,4 @@
-"""Relay for a site without a connection: orders and replies as encrypted, signed files that people carry.
+"""Relay for a site without a network connection: orders and replies are encrypted, signed files that people carry.
 
 See docs/relay.md.
 """

@@ -1,7 +1,8 @@
 """`fedveil relay`: exchanges messages as files, for sites without a network.
 
-The files are sealed and signed. `fedveil relay export` acts for the site at the server and writes the server's orders
-to files. `fedveil relay import` answers them at the site, as if they had come over the network. See docs/relay.md.
+The files are encrypted and signed. On the server, `fedveil relay export` acts for the site and writes the server's
+orders to files. At the site, `fedveil relay import` answers them as if they had come over the network. See
+docs/relay.md.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ _LINK = ("superlink", "ca", "key", "name", "poll-seconds")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    init = actions.add_parser("init", help="make the keys of one end of a relay; run it once at each end")
+    init = actions.add_parser("init", help="make the keys for one end of a relay; run it once at each end")
     init.add_argument(
-        "--kit", type=Path, metavar="FOLDER", help="the unpacked start-up kit; the keys go into its keys folder"
+        "--kit", type=Path, metavar="FOLDER", help="the unpacked start-up kit; the keys are stored in its keys folder"
     )
     init.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the keys, instead of --kit")
     init.set_defaults(run=_init)
-    export = actions.add_parser("export", help="at the server: write orders to files, read replies; Ctrl-C stops it")
+    export = actions.add_parser("export", help="on the server: write orders to files, read replies; Ctrl-C stops it")
     _both(export)
     export.add_argument("--superlink", metavar="HOST:PORT", help="the server's fleet port")
     export.add_argument("--ca", metavar="FILE", help="the server's ca.crt")
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--poll-seconds", type=float, metavar="S", help=f"initial delay between polls; default {poll_backoff.DEFAULT}"
     )
     export.set_defaults(run=_export)
-    answer = actions.add_parser("import", help="at the site: answer the orders received and write replies to files")
+    answer = actions.add_parser("import", help="at the site: answer received orders and write replies to files")
     _both(answer)
     answer.add_argument("--name", help="the site's name, as registered")
     answer.add_argument("--follow", action="store_true", help="keep running and answer new orders; Ctrl-C stops it")
@@ -52,9 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _both(action: argparse.ArgumentParser) -> None:
     action.add_argument(
-        "orders", type=Path, metavar="ORDERS", help="folder for the server's encrypted instructions (orders)"
+        "orders", type=Path, metavar="ORDERS", help="the folder for the server's encrypted instructions (orders)"
     )
-    action.add_argument("replies", type=Path, metavar="REPLIES", help="the folder of the site's replies")
+    action.add_argument("replies", type=Path, metavar="REPLIES", help="the folder for the site's replies")
     action.add_argument(
         "--kit", type=Path, metavar="FOLDER", help="the unpacked start-up kit; the options below override it"
     )
@@ -65,7 +66,7 @@ def _both(action: argparse.ArgumentParser) -> None:
         type=int,
         default=launch.MOST_MB,
         metavar="MB",
-        help=f"maximum size of a file; default {launch.MOST_MB}",
+        help=f"maximum file size; default {launch.MOST_MB}",
     )
 
 
@@ -76,7 +77,7 @@ def _init(args: argparse.Namespace) -> int:
         )
     folder = args.out or args.kit / "keys"
     public = keys.make_keys(folder)
-    print(f"{folder / keys.SECRET}: made; keep it on this machine")
+    print(f"{folder / keys.SECRET}: created; keep it on this machine")
     print(f"copy {folder / keys.PUBLIC} to the other end as keys/{launch.PEER} in its kit, and read this to them:")
     print(public.fingerprint)
     return 0

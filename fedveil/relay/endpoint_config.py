@@ -1,8 +1,8 @@
 """Configuration of a relay's two ends. Each end uses Flower's SuperNode.
 
-The server's end is a connected SuperNode that starts no client process. The site's end is a SuperNode whose
-connection consists of two folders. Both run Flower's program, so heartbeats, tasks and message parts are
-Flower's own at either end.
+The server's end is a connected SuperNode that does not start client processes. The site's end is a SuperNode
+whose connection consists of two folders. Both run Flower's program, so heartbeats, tasks and message parts are
+Flower's own at both ends.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class EndpointConfig:
 
     Attributes:
         key, peer: paths of this end's relay.key and the other end's relay.pub.
-        orders, replies: folders of the orders and the replies.
-        state: state folder of the site or of the server's end.
+        orders, replies: the folders for orders and replies.
+        state: the state folder of the site or of the server's end.
         most_bytes: maximum size of a relay message.
     """
 
@@ -46,7 +46,7 @@ class EndpointConfig:
 
     @classmethod
     def of_text(cls, text: str) -> Self:
-        """Parse the text that `to_text` wrote."""
+        """Parse the output of `to_text`."""
         values = json.loads(text)
         most = values.pop("most_bytes")
         return cls(**{name: Path(path) for name, path in values.items()}, most_bytes=most)
@@ -65,7 +65,7 @@ class PeerMessages:
         self._kind, self._most, self.incoming = kind, settings.most_bytes, IncomingFolder(folder)
 
     def next(self, tell: Callable[[str, str], None]) -> str | None:
-        """Return the next file name to process. A missing folder is only reported: it may be on a USB stick."""
+        """Return the next file name to process. A missing folder is only reported, because it may be on a USB stick."""
         try:
             return self.incoming.next()
         except StateError as error:

@@ -1,9 +1,9 @@
-"""Keys of one end of a relay: a 32-byte secret, and the two public keys derived from it.
+"""Keys for one end of a relay: a 32-byte secret, and the two public keys derived from it.
 
-    relay.key    32 bytes, which only its owner can read
+    relay.key    32 bytes, readable only by the owner
     relay.pub    "fedveil-relay-1 <64 hex digits> <64 hex digits>": Ed25519 to verify signatures, X25519 for encryption
 
-Each end has the other's relay.pub, and people at both ends compare the fingerprint over another channel.
+Each end has the other end's relay.pub, and people at both ends compare the fingerprint over another channel.
 Otherwise anyone who can replace the file unnoticed can impersonate the other end.
 """
 
@@ -36,7 +36,7 @@ def context_bytes(purpose: str, *parts: str) -> bytes:
 
 @dataclass(frozen=True)
 class PeerKeys:
-    """Public keys of one end, known to the other end.
+    """The public keys of one end, known to the other end.
 
     Attributes:
         verifying: Ed25519, 32 bytes.
@@ -66,7 +66,7 @@ class PeerKeys:
 
 @dataclass(frozen=True)
 class EndpointSecret:
-    """Secret of one end.
+    """The secret of one end.
 
     Attributes:
         key: 32 bytes.
@@ -91,7 +91,7 @@ class EndpointSecret:
 
     @classmethod
     def from_file(cls, file: Path) -> Self:
-        """Read a key file. Raises ConfigError if it is not such a key, or if others can read it."""
+        """Read a key file. Raises ConfigError if it is not a relay key, or if others can read it."""
         return cls(
             encrypted_files.read_key_file(file, "--relay-key", "make one with fedveil relay init", "fedveil relay init")
         )
@@ -124,7 +124,7 @@ def read_public(file: Path) -> PeerKeys:
     public = PeerKeys(*map(bytes.fromhex, match.groups())) if match else None
     if public is None or not crypto.is_point(public.sealing):
         raise ConfigError(
-            f'--peer: expected {file} to hold "fedveil-relay-1" and two keys of 64 hex digits, found '
+            f'--peer: expected {file} to contain "fedveil-relay-1" and two keys of 64 hex digits, found '
             f"{sanitize(text, 60)!r}; copy the other end's {PUBLIC} again"
         )
     return public

@@ -29,12 +29,12 @@ from fedveil.relay.message_log import MessageLog
 from fedveil.sanitize import sanitize
 
 PEER = "peer.pub"
-MOST_MB, MOST_MB_AT_ALL = 1900, 1900  # protobuf holds 2 GiB
+MOST_MB, MOST_MB_AT_ALL = 1900, 1900  # protobuf's limit is 2 GiB
 _POLL_SECONDS = 0.3
 
 
 def endpoint_settings(options: Mapping[str, Any], kit: Path | None, state: Path) -> EndpointConfig:
-    """Return one end's keys, folders and limits. Raises ConfigError, which names the option, if one is missing."""
+    """Return one end's keys, folders and limits. Raises ConfigError, naming the option, if one is missing."""
     key_files = {}
     for name, file in (("relay-key", SECRET), ("peer", PEER)):
         given = options.get(name) or (kit / "keys" / file if kit else None)
@@ -59,7 +59,7 @@ def relay_environment(env: Mapping[str, str], folder: Path, end: str, settings: 
 
 
 def peer_of(ends: EndpointConfig) -> str:
-    """Return the fingerprint of the other end's keys, which its users can read out."""
+    """Return the fingerprint of the other end's keys, which the users there can read aloud."""
     return read_public(ends.peer).fingerprint
 
 
@@ -70,11 +70,11 @@ def _require_folder(name: str, folder: Path) -> None:
 
 @dataclass
 class _Told:
-    """Prints the status events of an end.
+    """Prints one end's status events.
 
     Attributes:
-        answered, bad: numbers of messages so far.
-        idle: whether every file in the folder was processed.
+        answered, bad: number of answered and refused messages so far.
+        idle: whether every file in the folder has been processed.
     """
 
     name: str
@@ -95,7 +95,7 @@ class _Told:
 
 
 def _told(name: str, state: Path) -> _Told:
-    """Clear the status file of a relay that is about to start, and return its reader."""
+    """Clear the status file of a relay that is about to start, and return a reader for it."""
     file = paths.private_folder(state) / status_events.NAME
     file.write_text("")
     return _Told(name, file)

@@ -1,12 +1,11 @@
-"""Folders through which relay messages ("letters") arrive and leave; the carrier writes there.
+"""Folders through which relay messages ("letters") arrive and leave; the carrier writes to them.
 
-A letter is a file whose name ends in ".relay". The rest of the name has no meaning; only the content
-counts.
+A letter is a file whose name ends in ".relay". The rest of the name has no meaning; only the content matters.
 
 | in the incoming folder | what happens |
 |---|---|
 | another name, such as that of a file being copied (".x.relay.tmp") | ignored |
-| a file that changed since the last look | read when it no longer changes |
+| a file that has changed since the last scan | read once it stops changing |
 | a link, a folder, a pipe, a device | refused; it is not followed |
 | a file that cannot be read | refused |
 | more than 10,000 names | StateError: a person has to clear the folder |
@@ -41,7 +40,7 @@ class IncomingFolder:
     """A folder in which letters arrive.
 
     Attributes:
-        waits: True if the last look found a file that had just changed.
+        waits: True if the last scan found a file that had just changed.
     """
 
     folder: Path
@@ -50,7 +49,7 @@ class IncomingFolder:
     _judged: dict[str, Seen] = field(default_factory=dict)
 
     def next(self) -> str | None:
-        """Return the first name, in sorted order, of a file not processed yet; it then counts as processed.
+        """Return the first unprocessed file name in sorted order; the file then counts as processed.
 
         Raises:
             StateError: the folder is missing, cannot be read, or is too full.
@@ -85,7 +84,7 @@ class IncomingFolder:
 
     @contextmanager
     def opened(self, name: str) -> Iterator[BinaryIO]:
-        """Open a regular file. Raises WireError for any other."""
+        """Open a regular file. Raises WireError for anything else."""
         try:
             descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:

@@ -1,16 +1,16 @@
 """Content of a relay message ("letter"): an order with everything that a SuperNode would request, or a reply.
 
-    length of JSON    4 bytes, big endian
+    JSON length       4 bytes, big endian
     JSON              {"version": 2, "sizes": {part: bytes}, ...}, at most 16 KiB
-    parts             in the order of their names
+    parts             in name order
 
-| content | other keys of the JSON | parts |
+| content | other keys in the JSON | parts |
 |---|---|---|
 | Order | made, expires (ms since 1970 by the server's clock), node | bundle (Flower's Fab), message, run: protobuf |
 | Reply | order (a letter's id), code, reason, log, signature, seconds | upload |
 
-An order comes from the other end, and its parts are parsed like those from a SuperLink. A reply contains the
-bytes of an upload and a few texts of limited size. No Flower object is parsed from it.
+An order comes from the other end, and its parts are parsed like parts from a SuperLink. A reply contains the
+bytes of an upload and a few texts of limited size. No Flower objects are parsed from it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fedveil.sanitize import sanitize
 
 _VERSION = 2
 _LENGTH, _LONGEST = 4, 16_384
-_MOST_MS = 31 * 86_400_000  # between `made` and `expires`: a round has at most 30 days
+_MOST_MS = 31 * 86_400_000  # between `made` and `expires`: a round lasts at most 30 days
 _REASON = 2000  # characters; the same limit as the guard's
 _CODES = range(1, 9)  # Flower's ErrorCode
 _SIGNATURE = re.compile(r"([0-9a-f]{16}:[0-9a-f]{128})?")
@@ -40,8 +40,8 @@ class RelayRequest:
     """A message from the server, with its run and its bundle.
 
     Attributes:
-        made, expires: ms since 1970 by the writer's clock; after `expires` the server no longer waits.
-        node: Flower's number of the site.
+        made, expires: ms since 1970 by the writer's clock; after `expires`, the server no longer waits.
+        node: Flower's ID for the site's node.
         bundle, message, run: protobuf.
     """
 
@@ -74,16 +74,16 @@ class RelayRequest:
 
 @dataclass(frozen=True)
 class RelayReply:
-    """A site's answer: an upload with the anchor of its log, or the reason why there is none.
+    """A site's answer: an upload with its log's anchor, or the reason why there is no upload.
 
     Attributes:
         order: id of the order's letter.
-        code: 0 with an upload; otherwise Flower's error code.
-        reason: "" with an upload.
+        code: 0 if there is an upload; otherwise Flower's error code.
+        reason: "" if there is an upload.
         log: anchor of the site's audit log; "" if there is none.
         signature: key and signature of the site's signature record, as "KEY:SIGNATURE" in hex; "" if there is none.
         seconds: running time of the site's client process, as reported by its SuperNode.
-        upload: b"" with an error.
+        upload: b"" if there is an error.
     """
 
     order: str
@@ -102,7 +102,7 @@ class RelayReply:
 
     @property
     def signature_record(self) -> dict[str, str | int] | None:
-        """Return the signature record of the reply, as its guard made it; None if there is none."""
+        """Return the reply's signature record as made by the site's guard; None if there is none."""
         key, _, signature = self.signature.partition(":")
         return {"version": claims.VERSION, "key": key, "signature": signature} if key else None
 
@@ -144,25 +144,25 @@ def _packed(about: Mapping[str, Any], parts: Mapping[str, bytes]) -> list[bytes]
 def _unpacked(
     content: bytes, kinds: Mapping[str, type], names: tuple[str, ...]
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Parse a content that must have exactly these values and parts. Raises WireError."""
+    """Parse content that must have exactly these values and parts. Raises WireError."""
     length = int.from_bytes(content[:_LENGTH], "big")
     try:
         about = json.loads(content[_LENGTH : _LENGTH + length]) if length <= _LONGEST else None
         if not isinstance(about, dict) or set(about) != {*kinds, "version", "sizes"}:
-            raise ValueError("other names")
+            raise ValueError("wrong names")
         version, sizes = about.pop("version"), about.pop("sizes")
         if type(version) is not int or version != _VERSION:
             raise WireError(
                 f"relay file: expected version {_VERSION}, found {sanitize(version, 20)}; update the end that has the "
-                "older FedVeil"
+                "older FedVeil version"
             )
         if any(type(about[name]) is not kind for name, kind in kinds.items()) or set(sizes) != set(names):
-            raise ValueError("other types")
+            raise ValueError("wrong types")
         if any(type(size) is not int or size < 0 for size in sizes.values()):
-            raise ValueError("other sizes")
+            raise ValueError("wrong sizes")
         start = _LENGTH + length
         if start + sum(sizes.values()) != len(content):
-            raise ValueError("another length")
+            raise ValueError("wrong length")
     except (ValueError, TypeError, RecursionError) as error:
         raise WireError(
             f"relay file: expected {', '.join(kinds)} and {', '.join(names)}, found something else "

@@ -1,4 +1,4 @@
-"""Tamper-evident log of the orders that a site accepted and answered (fedveil/records/audit_log.py).
+"""Tamper-evident log of the orders that a site has accepted and answered (fedveil/records/audit_log.py).
 
     <state-dir>/relay-log.jsonl    {"event": "taken", "order": ID, "run": RUN, "made": MS}
                                    {"event": "answered", "order": ID, "reply": NAME}
@@ -6,10 +6,10 @@
 
 | an order | what happens |
 |---|---|
-| was answered | never accepted again, even if the clock is set back |
-| was accepted, but the process ended before it answered | accepted again; both logs show that it was charged twice |
+| has been answered | never accepted again, even if the clock is set back |
+| was accepted, but the process ended before answering | accepted again; both logs show that it was charged twice |
 | is older than an accepted order of the same run | refused: the server has sent a newer one |
-| the log is torn or changed | StateError: no order is accepted |
+| the log is incomplete or was changed | StateError: no orders are accepted |
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _LOCK = "relay.lock"
 
 
 class DuplicateMessageError(PolicyError):
-    """Raised for a letter accepted before: a file that stayed in the folder, or was delivered again."""
+    """Raised for a letter that was already accepted: a file that stayed in the folder, or was delivered again."""
 
 
 @dataclass
 class MessageLog:
-    """The log of one site, held by one process at a time.
+    """One site's log, held by one process at a time.
 
     Attributes:
-        replies: file name of the reply, by the id of each answered order.
-        newest: time (ms) at which the newest accepted order was made, by run.
+        replies: file name of the reply to each answered order, by order id.
+        newest: time (ms) when the newest accepted order was made, by run.
     """
 
     file: Path
@@ -59,12 +59,12 @@ class MessageLog:
         except OSError:
             lock_file.close()
             raise StateError(
-                f"{state}: expected no other relay of this site, found one running; wait for it or stop it"
+                f"{state}: expected no other relay for this site, found one running; wait for it or stop it"
             ) from None
         book = cls(state / NAME, _held=lock_file)
         if book.file.exists() and (damaged := audit_log.count_damaged(audit_log.list_log_files(book.file))):
             logging.getLogger("fedveil.relay").warning(
-                "%s: %d lines are damaged, so an order in them could be taken again", book.file, damaged
+                "%s: %d lines are damaged, so an order in them could be accepted again", book.file, damaged
             )
         for line in audit_log.read_log(book.file) if book.file.exists() else []:
             if line["event"] == "taken":
@@ -81,20 +81,20 @@ class MessageLog:
     def require_new(self, id_: str, run: str, order: RelayRequest) -> None:
         """Raise DuplicateMessageError or PolicyError for an order that must not be accepted."""
         if reply := self.replies.get(id_):
-            raise DuplicateMessageError(f"was answered before; its reply is {reply}")
+            raise DuplicateMessageError(f"was already answered; its reply is {reply}")
         if order.made < self.newest.get(run, 0):
             raise PolicyError(
-                "older: expected the newest order of its run, found one older than an order already taken; the server "
+                "older: expected the run's newest order, found one older than an order already accepted; the server "
                 "has moved on, so skip it"
             )
 
     def take(self, id_: str, run: str, order: RelayRequest) -> None:
-        """Log that an order is accepted, before it is carried out. Raises StateError if the log cannot be written."""
+        """Log that an order is accepted, before executing it. Raises StateError if the log cannot be written."""
         audit_log.append_entry(self.file, "taken", {"order": id_, "run": run, "made": order.made})
         self.newest[run] = max(order.made, self.newest.get(run, 0))
 
     def answer(self, id_: str, reply: str) -> None:
-        """Log that an order was answered. Raises StateError if the log cannot be written."""
+        """Log that an order has been answered. Raises StateError if the log cannot be written."""
         audit_log.append_entry(self.file, "answered", {"order": id_, "reply": reply})
         self.replies[id_] = reply
 

@@ -1,21 +1,21 @@
-r"""A relay message ("letter"): one encrypted, signed file that any carrier takes from one end of a relay to the other.
+r"""A relay message ("letter"): an encrypted, signed file that any carrier takes from one end of a relay to the other.
 
     "FedVeil relay 1\n"    16 bytes
     body                   the content, encrypted by fedveil/encrypted_files.py with the letter's own key and the role
                            "KIND/ID"
-    head                   JSON of `MessageHeader`, at most 1,024 bytes
-    signature              64 bytes: Ed25519 by the sender, over "fedveil relay 1", "letter" and the head
-    length of the head     4 bytes, big endian
+    header                 JSON of `MessageHeader`, at most 1,024 bytes
+    signature              64 bytes: Ed25519 by the sender, over "fedveil relay 1", "letter" and the header
+    header length          4 bytes, big endian
 
-    ephemeral   = X25519 key pair, new for every letter; the head contains its public half
+    ephemeral   = X25519 key pair, new for every letter; the header contains its public half
     letter's key = HKDF-SHA256(X25519(ephemeral, recipient's key), [version, "letter", kind, id, sender, recipient])
-    body        = SHA-256 of the encrypted body, in the head, so that the signature covers every byte
+    body        = SHA-256 of the encrypted body, in the header, so that the signature covers every byte
 
 The signature is at the end, so that a letter can be written in one pass. A truncated file has no signature.
 
 Formal guarantees, if no other party has this end's relay.key and the peer file is the other end's:
 
-- The carrier of a letter sees its kind, its size, both ends' ids, and no byte of its content. This holds
+- The carrier of a letter sees its kind, its size and both ends' ids, but none of its content. This holds
   even if the sender's relay.key leaks later, because the ephemeral private key is not stored.
 - Anything that `decrypt_message` returns was written by the other end, for this end, with this kind and id,
   and is complete.
@@ -24,9 +24,9 @@ Formal guarantees, if no other party has this end's relay.key and the peer file 
 |---|---|
 | truncated at any byte, or still being copied | IncompleteMessageError |
 | a byte changed, added or removed; parts of two letters joined | WireError |
-| of another sender, for another recipient, of the other kind | WireError, which names the actual value |
+| wrong sender, recipient or kind | WireError, naming the actual value |
 | more than `most_bytes` | WireError, before any byte is read |
-| the same letter a second time | decrypted again: the receiver must remember the ids of letters |
+| the same letter a second time | decrypted again: the receiver must remember letter ids |
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class IncompleteMessageError(WireError):
 
 @dataclass(frozen=True)
 class MessageHeader:
-    """Unencrypted header of a relay message.
+    """The unencrypted header of a relay message.
 
     Attributes:
         kind: ORDER or REPLY.
@@ -115,7 +115,7 @@ def decrypt_message(
         name: the file's name, for error messages.
 
     Raises:
-        WireError, IncompleteMessageError: as in the table above.
+        WireError, IncompleteMessageError: as in the module's table.
     """
     size = file.seek(0, os.SEEK_END)
     if size > most_bytes:
@@ -131,7 +131,7 @@ def decrypt_message(
             raise WireError(f"{name}: {what}: expected {expected}, found {value}; it is for another relay")
     if not ciphers.is_signed(peer.verifying, signature, context_bytes("letter") + head):
         raise WireError(
-            f"{name}: expected the signature of the other end, {peer.id}, found an invalid one; ask for the file again"
+            f"{name}: expected the other end's signature, {peer.id}, found an invalid one; ask for the file again"
         )
     if _digest(file, start, end) != header.body:
         raise WireError(f"{name}: expected the signed bytes, found different ones; ask for it again")

@@ -1,21 +1,21 @@
-"""The server's end of a relay: a SuperNode that connects in a site's place and exports its messages as letters.
+"""The server's end of a relay: a SuperNode that connects in place of a site and exports its messages as letters.
 
     SuperLink -- message, run, bundle --> this process -- order --> folder ... carrier ... the site
     SuperLink <-- its own reply --------- this process <-- reply -- folder ...
 
-It starts no SuperExec and no client process, so no bundle ever runs here. It has the site's node key, so it
-acts as the site for the server. It sees what the server sees, so it belongs on the server's machine.
+It does not start a SuperExec or client process, so no bundle ever runs here. It has the site's node key, so it
+acts as the site towards the server. It sees what the server sees, so it belongs on the server's machine.
 
 | case | what happens |
 |---|---|
-| a message of secure aggregation, which waits only 120 s | refused here at once, with the reason |
+| a secure-aggregation message, which waits only 120 s | refused here immediately, with the reason |
 | an order that would be larger than `most_bytes` | the same |
 | an order expires without a reply | its file is withdrawn; a later reply is refused |
-| this process ends | the same: the server treats the site as offline, and the next attempt has a new order |
+| this process ends | the same: the server considers the site offline, and the next attempt has a new order |
 | a reply without an open order | refused |
-| a reply that was accepted, or a second reply to its order | not accepted again |
+| a reply that was already accepted, or a second reply to the same order | not accepted again |
 | a reply for a run that has ended | discarded and reported |
-| anything from the site's SuperNode except upload, reason, anchor and signature | not in the letter |
+| anything from the site's SuperNode except upload, reason, anchor and signature | not part of the letter |
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from fedveil.wire import chunking
 
 _RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 _QUESTION = "query.secure"
-_LOST = (Exception, RunNotRunningException)  # the second is a BaseException
+_LOST = (Exception, RunNotRunningException)  # the second one is a BaseException
 _ROOM = 1 << 16  # maximum overhead of a letter in bytes; encryption adds 16 bytes per MiB
 _BEHIND = "PolicyError: this site is behind a relay"
 _OWN = re.compile(r"order-\d{1,16}-[0-9a-f]{8}\.relay")
@@ -72,7 +72,7 @@ _OWN = re.compile(r"order-\d{1,16}-[0-9a-f]{8}\.relay")
 
 @dataclass(frozen=True)
 class _Open:
-    """An order that awaits its reply. `message` is without its content; `expires` is in s since 1970."""
+    """An order that is waiting for its reply. `message` has no content; `expires` is in seconds since 1970."""
 
     message: Message
     expires: float
@@ -92,12 +92,12 @@ class ServerEndpoint:
         before = audit_log.read_log(self._log) if self._log.exists() else []
         self._answered = {line["order"] for line in before if line["event"] == "imported"}
         for file in self._out.iterdir():
-            if _OWN.fullmatch(file.name):  # from an earlier start, whose orders are no longer awaited
+            if _OWN.fullmatch(file.name):  # from an earlier start, whose orders no longer count
                 _remove(file)
                 self._note("ended", {"file": file.name}, f"{file.name}: no reply: the relay has ended in the meantime")
 
     def install(self) -> None:
-        """Replace Flower's two functions for the rest of the process."""
+        """Replace Flower's two functions for the lifetime of the process."""
         module: Any = importlib.import_module("flwr.supernode.start_client_internal")
         module._pull_and_store_message, module._push_messages = self.look, self.push
 
@@ -117,7 +117,7 @@ class ServerEndpoint:
         return 0 if self._ready else None
 
     def push(self, **given: Any) -> None:
-        """Replace Flower's `_push_messages`: push the replies that arrived in the folder."""
+        """Replace Flower's `_push_messages`: push the replies that have arrived in the folder."""
         while self._ready:
             message, seconds = self._ready.pop(0)
             try:
@@ -132,7 +132,7 @@ class ServerEndpoint:
         self._take_back(lambda _: True, "the relay ended")
 
     def _pulled(self, received: tuple[Message, Any], given: dict[str, Any]) -> tuple[Message, Run, Fab, int]:
-        """Return the whole message, its run and bundle, and the total bytes of all three."""
+        """Return the complete message, its run and bundle, and the total size of all three in bytes."""
         bare, tree = received
         run = given["get_run"](bare.metadata.run_id)
         fab = given["get_fab"](run.fab_hash, run.run_id)
@@ -152,7 +152,7 @@ class ServerEndpoint:
             self._refuse(bare, f"{_BEHIND}; secure aggregation waits for 120 s: leave this site out of such a run")
             return
         if (bytes_ := size * 65 // 64 + _ROOM) > self._most:
-            self._refuse(bare, f"{_BEHIND}; an order of {bytes_:,} bytes is above its bound of {self._most:,}")
+            self._refuse(bare, f"{_BEHIND}; an order of {bytes_:,} bytes exceeds its limit of {self._most:,}")
             return
         id_, order = os.urandom(16).hex(), self._order(message, run, fab)
         file = self._out / f"order-{order.made}-{id_[:8]}{SUFFIX}"
@@ -164,8 +164,8 @@ class ServerEndpoint:
             return
         self._open[id_] = _Open(bare, order.expires / 1000, file)
         hours = max(0.0, order.expires / 1000 - self._clock()) / 3600
-        words = f"{file.name}: order of run {run.run_id}; the server waits {hours:.1f} h for its reply"
-        round_ = message.metadata.group_id.partition("/")[0]  # followed by the size of the largest reply
+        words = f"{file.name}: order for run {run.run_id}; the server waits {hours:.1f} h for its reply"
+        round_ = message.metadata.group_id.partition("/")[0]  # followed by the maximum size of a reply
         self._note("exported", {"order": id_, "run": str(run.run_id), "round": round_}, words)
 
     def _order(self, message: Message, run: Run, fab: Fab) -> RelayRequest:
@@ -183,7 +183,7 @@ class ServerEndpoint:
         self._note("refused", {"reason": reason}, f"not exported: {reason}")
 
     def _collect(self) -> None:
-        """Check the replies in the folder; convert each to one of this process's own messages."""
+        """Check the replies in the folder, and convert each one to a message from this process."""
         while (name := self._letters.next(self._tell)) is not None:
             self._told.clear()
             try:
@@ -208,10 +208,10 @@ class ServerEndpoint:
         head, content = self._letters.opened(name)
         reply = RelayReply.from_bytes(content)
         if head.id == reply.order and reply.order in self._answered:
-            raise DuplicateMessageError("was accepted before")
+            raise DuplicateMessageError("was already accepted")
         if head.id != reply.order or reply.order not in self._open:
             raise WireError(
-                f"{name}: expected a reply to an open order, found a different one: the server no longer waits for it, "
+                f"{name}: expected a reply to an open order, found another: the server is no longer waiting for it, "
                 "or the relay was restarted; skip it"
             )
         return reply, self._open[reply.order]
@@ -242,7 +242,7 @@ class ServerEndpoint:
 
 
 def _remove(file: Path) -> None:
-    """Remove an order's file. A folder that the carrier put in its place stays, and is logged."""
+    """Remove an order's file. A folder that the carrier has put in its place stays, and is logged."""
     try:
         file.unlink(missing_ok=True)
     except OSError as error:
@@ -250,7 +250,7 @@ def _remove(file: Path) -> None:
 
 
 def _message(reply: RelayReply, to: Message) -> Message:
-    """Create the relay's own message from a letter's reply, in the form that the guard would have sent."""
+    """Create the relay's own message from the reply in a letter, in the form that the guard would have sent."""
     if reply.code:
         return Message(Error(reply.code, reply.reason), reply_to=to)
     slices = list(chunking.slice_message([reply.upload]))
@@ -258,7 +258,7 @@ def _message(reply: RelayReply, to: Message) -> Message:
 
 
 def main(settings: str) -> None:
-    """Run the process. Its arguments are those of Flower's own `flower-supernode`."""
+    """Run the process. It takes the arguments of Flower's own `flower-supernode`."""
     end = ServerEndpoint(EndpointConfig.of_text(settings))
     end.install()
     try:

@@ -1,19 +1,20 @@
-"""The site's end of a relay: Flower's SuperNode with a folder of orders and a folder of replies as its connection.
+"""The site's end of a relay: Flower's SuperNode, connected through a folder of orders and a folder of replies.
 
     order -> this SuperNode -> SuperExec -> client process: the guard, the bundle -> worker     as over the network
     reply <- this SuperNode <- SuperExec <- client process: the guard measures it
 
-The process contacts no address, and opens only the SuperNode's own socket on loopback. The guard's decision, the
-ledger's charge and the audit log are the same as for a message over the network, because the same processes make them.
+The process does not contact any address, and opens only the SuperNode's own socket on loopback. The guard's decision,
+the ledger's charge and the audit log are the same as for a message over the network, because the same processes make
+them.
 
 | an order | what happens |
 |---|---|
-| is not a complete letter from the other end to this one | refused and logged in relay-log.jsonl; not for the guard |
+| is not a complete letter from the other end | refused and logged in relay-log.jsonl, before the guard |
 | has expired by this machine's clock | the same |
 | is older than an accepted order of its run | the same (message_log.py) |
-| was answered before | not accepted again |
-| is for another node than the first order after the start | the same: restart this end |
-| belongs to a run of an agent, not of a ServerApp | refused and logged in relay-log.jsonl |
+| was already answered | not accepted again |
+| is for a different node than the first order after the start | the same: restart this end |
+| belongs to a run that is not of a ServerApp, such as an agent's | refused and logged in relay-log.jsonl |
 | passes | accepted, one at a time; the reply has the upload, or the reason why there is none |
 """
 
@@ -63,7 +64,7 @@ class _Taken:
     """The order in progress.
 
     Attributes:
-        tree, left, contents: of its reply: all parts, the missing parts, and the received parts.
+        tree, left, contents: the reply's parts: all, the missing ones, and the received ones.
     """
 
     id: str
@@ -91,7 +92,7 @@ class SiteEndpoint:
 
     @contextmanager
     def connection(self, **_given: Any) -> Iterator[tuple[Any, ...]]:
-        """Replace Flower's `_init_connection`; wait until the first valid order has arrived."""
+        """Replace Flower's `_init_connection`: wait until the first valid order has arrived."""
         first: _Taken | None = None
         while first is None:
             first = self._next()
@@ -118,7 +119,7 @@ class SiteEndpoint:
         return self._of(run).fab
 
     def pull_object(self, run: int, object_id: str) -> bytes:
-        """Return a part of the order's message."""
+        """Return one part of the order's message."""
         return self._of(run).objects[object_id]
 
     def send(self, message: Message, tree: ObjectTree, seconds: float) -> tuple[set[str], str]:
@@ -129,7 +130,7 @@ class SiteEndpoint:
         return set(taken.left), "relay"
 
     def push_object(self, run: int, _session: str, object_id: str, content: bytes) -> None:
-        """Store a part of the reply; the last one writes the message. Raises StateError if it cannot be written."""
+        """Store one part of the reply; the last part writes the message. Raises StateError if it cannot be written."""
         with self._lock:
             taken = self._of(run)
             taken.contents[object_id] = content
@@ -139,13 +140,13 @@ class SiteEndpoint:
 
     def _of(self, run: int) -> _Taken:
         if run not in self._taken:
-            raise StateError(f"relay: expected a part of an accepted order, found one of run {run}")
+            raise StateError(f"relay: expected a part of an accepted order, found a part for run {run}")
         return self._taken[run]
 
     def _begun(self, taken: _Taken) -> tuple[Message, ObjectTree]:
         run = taken.message.metadata.run_id
         self._book.take(taken.id, str(run), taken.order)
-        self._said.say("taken", f"{taken.file}: order of run {run} taken")
+        self._said.say("taken", f"{taken.file}: order of run {run} accepted")
         self._taken = {run: taken}  # one at a time, as in a SuperNode
         bare = remove_content_from_message(taken.message)
         bare.metadata.__dict__["_message_id"] = taken.message.object_id
@@ -158,7 +159,7 @@ class SiteEndpoint:
             try:
                 return self._judged(name)
             except IncompleteMessageError as error:
-                self._said.say("refused", str(error))  # it may be complete at the next look, so do not log it
+                self._said.say("refused", str(error))  # it may be complete at the next scan, so do not log it
             except DuplicateMessageError as error:
                 self._said.say("known", f"{name}: {error}")
             except (WireError, PolicyError) as error:
@@ -180,7 +181,7 @@ class SiteEndpoint:
         late = self._clock() - order.expires / 1000
         if late >= 0:
             raise PolicyError(
-                f"ended: the server no longer waits for this order, which expired {late / 3600:.1f} h ago by this "
+                f"ended: the server is no longer waiting for this order, which expired {late / 3600:.1f} h ago by this "
                 "machine's clock; skip it, or correct the clock"
             )
         if self._node and order.node != self._node:
@@ -194,14 +195,14 @@ class SiteEndpoint:
             objects = {i: part.deflate() for i, part in get_all_nested_objects(message).items()}
         except (DecodeError, ValueError, TypeError, KeyError) as error:
             raise WireError(
-                f"order: expected a message, run and bundle of Flower, found none ({type(error).__name__}); "
+                f"order: expected Flower's message, run and bundle, found none ({type(error).__name__}); "
                 "both ends need the same version of Flower"
             ) from None
         if (message.metadata.run_id, message.metadata.dst_node_id) != (run.run_id, order.node):
             raise WireError("order: expected matching message, run and node, found a mismatch; ask for it again")
         if run.primary_task_type not in ("", SERVER_APP):
             raise PolicyError(
-                f"run: expected one of a ServerApp ({SERVER_APP}), found one of type "
+                f"run: expected a ServerApp run ({SERVER_APP}), found one of type "
                 f"{sanitize(run.primary_task_type, 80)}; ask the server's operator which bundle was submitted"
             )
         self._book.require_new(head.id, str(run.run_id), order)
@@ -228,7 +229,7 @@ class SiteEndpoint:
 
 
 def reply_of(message: Message, order: str, seconds: float) -> RelayReply:
-    """Convert a message of the guard to a relay reply. Raises PolicyError, WireError if it is not from the guard."""
+    """Convert a message from the guard to a relay reply. Raises PolicyError, WireError if the guard did not make it."""
     if message.has_error():
         return RelayReply(order, message.error.code or _RAISED, message.error.reason or "", "", "", seconds, b"")
     signature = message.content.config_records.pop(claims.RECORD, None)
@@ -239,7 +240,7 @@ def reply_of(message: Message, order: str, seconds: float) -> RelayReply:
 
 
 def main(settings: str) -> None:
-    """Run the process. Its arguments are those of Flower's own `flower-supernode`; it never contacts their address."""
+    """Run the process with the arguments of Flower's own `flower-supernode`; it never contacts the address in them."""
     end = SiteEndpoint(EndpointConfig.of_text(settings))
     importlib.import_module("flwr.supernode.start_client_internal")._init_connection = end.connection  # type: ignore[attr-defined]
     as_this_user()

@@ -1,8 +1,8 @@
-"""Status events that one end of a relay reports to its users: one line per letter, in a new file at each start.
+"""Status events that one end of a relay reports to its users: one line per letter, in a new file after each start.
 
     {"what": "answered", "words": "order-...relay: answered: reply-...relay"}
 
-The SuperNode's process uses this file to inform the command that started it. Permanent records are in the
+The SuperNode's process uses this file to inform the command that started it. Permanent records are in each
 end's log.
 """
 
@@ -39,7 +39,7 @@ class StatusEvents:
 
 
 def read_events(file: Path, start: int) -> tuple[list[tuple[str, str]], int]:
-    """Return the complete lines from byte `start` on as (what, words), and the offset after them."""
+    """Return the complete lines starting at byte `start` as (what, words), and the offset after them."""
     if not file.exists():
         return [], start
     with file.open("rb") as opened:

@@ -1,4 +1,4 @@
-"""Runs in Python: what a run folder holds, whether the run went over gRPC or in one process.
+"""Access to run folders from Python, whether the run went over gRPC or in one process.
 
 from fedveil.runs import Run
 
@@ -9,7 +9,7 @@ run.epsilon                      # {"north": 7.4, "south": 7.1}; {} without dp.*
 run.evaluate("data/test")        # the final model on other examples
 audit = run.audit(sites={"north": "data/north", "south": "data/south"}, non_members="data/test")
 print(audit.verdict)
-run.report("report.html")        # what `fedveil report` writes
+run.report("report.html")        # the same page as `fedveil report`
 run.save("final")                # loads in PEFT or transformers, with the privacy card
 """
 

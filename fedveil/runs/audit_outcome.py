@@ -1,4 +1,4 @@
-"""The result of an audit, in the words of `fedveil audit`."""
+"""The result of an audit, worded as `fedveil audit` prints it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class AuditOutcome:
 
     @property
     def strongest(self) -> Sequence[AttackFinding]:
-        """Return the findings about the run of attacks whose controls hold, the highest AUROC first."""
+        """Return the findings on the run from attacks whose controls hold, highest AUROC first."""
         return strongest_findings(self.report.findings)
 
     @property

@@ -1,16 +1,16 @@
-"""The metrics of a run, one flat row per round: for pandas and for people, so rounds count from 1.
+"""The metrics of a run, as one flat row per round, for pandas and human readers; rounds are numbered from 1.
 
 | column | value |
 |---|---|
-| `round` | rounds finished by then; 0 is the model before the first round |
-| `sites` | accepted uploads |
-| `upload_bytes`, `download_bytes`, `seconds` | of the round, with its repeated attempts |
-| a metric of the task, such as `loss` | of the server's model, where it was scored |
-| `VIEW/METRIC` | of another model of the method, such as `client/loss` |
-| `SITE/NAME` | what a site reported: `north/loss_trained`, `north/num_examples` |
-| `epsilon` | upper bound on what the run charged any record so far, at the most charged site; infinite if unknown |
+| `round` | number of finished rounds; 0 is the model before the first round |
+| `sites` | number of accepted uploads |
+| `upload_bytes`, `download_bytes`, `seconds` | totals for the round, including its repeated attempts |
+| a metric of the task, such as `loss` | score of the server's model, if it was scored |
+| `VIEW/METRIC` | score of another of the method's models, such as `client/loss` |
+| `SITE/NAME` | a value that a site reported: `north/loss_trained`, `north/num_examples` |
+| `epsilon` | upper bound on the epsilon charged to any record so far, for the site charged most; infinite if unknown |
 
-A column is absent from rows without a value.
+A row omits the columns for which it has no value.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def round_rows(
     claim: PrivacyGuarantee | None = None,
     config: RunConfig | None = None,
 ) -> list[dict[str, Any]]:
-    """Return a row for the model before round 1, if it was scored, and one for every round that counted.
+    """Return one row for the model before round 1, if it was scored, and one for every round that counted.
 
     Args:
         before: the scores of the initial model, by view.
-        attempts: the attempts of metrics.jsonl, in order; those with "void" are left out.
-        claim: the run's guarantee; with it, and `config`, rows have `epsilon`.
+        attempts: the attempts in metrics.jsonl, in order; those marked "void" are omitted.
+        claim: the run's guarantee; if it and `config` are given, rows have `epsilon`.
     """
     rows: list[dict[str, Any]] = [{"round": 0, **_scores(before)}] if before else []
     spent = Counter[str]()
@@ -62,12 +62,12 @@ def round_rows(
 
 
 def bound_epsilon(claim: PrivacyGuarantee, config: RunConfig, attempts: Sequence[Row]) -> dict[str, float]:
-    """Return an upper bound on what a run has charged any record of each site; infinite where none is known."""
+    """Return, by site, an upper bound on the epsilon a run has charged to any record; infinite if none is known."""
     return _RunningEpsilon(claim, config).after(attempts)
 
 
 class _RunningEpsilon:
-    """The bound by site after more and more attempts; equal sites are accounted once."""
+    """The bound for each site after a growing list of attempts; sites with equal histories are computed once."""
 
     def __init__(self, claim: PrivacyGuarantee, config: RunConfig) -> None:
         self._claim, self._config = claim, config

@@ -39,13 +39,13 @@ __all__ = ["Run"]
 
 @final
 class Run:
-    """A run, as its folder records it: over gRPC or in one process, finished, failed or still running.
+    """A run as recorded in its folder: over gRPC or in one process; finished, failed or still running.
 
-    Every property reads the folder again, so it can be asked while the run goes on.
+    Every property rereads the folder, so it is up to date while the run is in progress.
     """
 
     def __init__(self, folder: str | Path, owner: object = None) -> None:
-        """Name the run in a folder, which `owner` keeps if it is temporary. Raises StateError if there is none."""
+        """Open the run in a folder; `owner` keeps a temporary folder alive. Raises StateError if there is no run."""
         self.folder, self._owner = Path(folder).expanduser(), owner
         status_of(self.folder)
 
@@ -54,17 +54,17 @@ class Run:
 
     @property
     def state(self) -> str:
-        """Return "running", "completed", "failed", "stopped" or "died"; "" if the run has not recorded one yet."""
+        """Return "running", "completed", "failed", "stopped" or "died"; "" if no state has been recorded yet."""
         return str(status_of(self.folder).get("state", ""))
 
     @property
     def config(self) -> RunConfig:
-        """Return the run config. Raises StateError before the run has one, ConfigError for another version's."""
+        """Return the run config. Raises StateError if there is none yet, ConfigError if another version wrote it."""
         return parse(self._config_file(load_run(self.folder))["config"])
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Return one row per round; its columns are those of fedveil/runs/round_metrics.py. Rounds count from 1."""
+        """Return one row per round, numbered from 1; fedveil/runs/round_metrics.py lists the columns."""
         run = load_run(self.folder)
         claim, config = self._claim(run)
         return round_rows(run.before, run.attempts, claim, config)
@@ -72,7 +72,7 @@ class Run:
     def metrics_frame(self) -> DataFrame:
         """Return `metrics` as a pandas DataFrame, with the round as its index. Raises ConfigError without pandas."""
         if importlib.util.find_spec("pandas") is None:
-            raise ConfigError("pandas: expected it for metrics_frame, found none; pip install pandas, or take metrics")
+            raise ConfigError("pandas: expected it for metrics_frame, found none; pip install pandas, or use metrics")
         import pandas as pd
 
         rows = self.metrics
@@ -80,14 +80,14 @@ class Run:
 
     @property
     def scores(self) -> dict[str, float]:
-        """Return the scores of the final model of the server; the last ones so far while the run goes on."""
+        """Return the final server model's scores; while the run is in progress, the latest scores."""
         return dict(load_run(self.folder).final)
 
     @property
     def epsilon(self) -> dict[str, float]:
-        """Return an upper bound on what this run charged any record, by site; {} without a privacy guarantee.
+        """Return, by site, an upper bound on the epsilon charged to any record; {} without a privacy guarantee.
 
-        It holds against everyone but the site, and is infinite where no bound is known. `privacy` says it in words.
+        It holds against everyone but the site itself, and is infinite if no bound is known. `privacy` puts it in words.
         """
         run = load_run(self.folder)
         claim, config = self._claim(run)
@@ -95,14 +95,14 @@ class Run:
 
     @property
     def privacy(self) -> list[str]:
-        """Return the guarantee and its bound for each site in sentences, as the report has them."""
+        """Return sentences that state the guarantee and its bound for each site, as in the report."""
         return privacy_statements.privacy_statements(load_run(self.folder))
 
     @property
     def models(self) -> dict[str, Weights]:
-        """Return the final weights by view: "server", and others that the method has. Raises StateError before the end.
+        """Return the final weights by view: "server" and any others of the method. Raises StateError before the end.
 
-        The files of PEFT and transformers are beside them and hold the same weights under those libraries' names.
+        The same folder contains the PEFT or transformers files, with the same weights under those libraries' names.
         """
         return {
             file.stem: load_state(file).tensors
@@ -118,14 +118,14 @@ class Run:
     def evaluate(
         self, data: str | Path, split: str = "test", generate: bool = False, device: str = "auto", base: str = ""
     ) -> dict[str, float]:
-        """Return the final model's scores on examples: always "loss"; with `generate` also of what it writes.
+        """Return the final model's scores on examples: always "loss"; with `generate`, also those of generated texts.
 
         Args:
             data: folder or file of examples.
             split: the split of the folder.
-            generate: whether texts are generated, which takes longer.
+            generate: whether to generate texts, which takes longer.
             device: "auto", "cpu" or "cuda".
-            base: the base model on this machine; "" is the run config's task.model.
+            base: path of the base model on this machine; "" means the run config's task.model.
 
         Raises:
             StateError: the run has no final model.
@@ -146,18 +146,18 @@ class Run:
         device: str = "auto",
         say: Callable[[str], None] = lambda text: None,
     ) -> AuditOutcome:
-        """Attack the run on its captured messages, with controls; write audit.json. The same as `fedveil audit`.
+        """Attack the run using its captured messages, with controls, and write audit.json, like `fedveil audit`.
 
         Args:
-            data: the sites' examples, split as in the run config, sites sorted by name; None is task.data.
-            sites: instead, the examples of each site.
+            data: the folder that the sites divide, as in the run config, sites sorted by name; None means task.data.
+            sites: alternatively, each site's own examples.
             non_members: similar examples that no site has; None: those beyond task.examples-per-site, or split "test".
             max_rows: maximum number of members, and of non-members.
-            seed: seed of the sample and of the bootstrap.
-            minutes: start no attack after so many; the controls are trained regardless.
-            canaries: a site, and the folder of the canaries in its examples.
+            seed: seed for the sample and the bootstrap.
+            minutes: start no attack after this many minutes; the controls are trained regardless.
+            canaries: a site, and the folder with the canaries planted in its examples.
             device: "auto", "cpu" or "cuda".
-            say: called with the progress.
+            say: called with progress messages.
 
         Raises:
             StateError: the run did not capture its messages, or has no final model.
@@ -177,30 +177,30 @@ class Run:
         return AuditOutcome(self.folder, report)
 
     def report(self, file: str | Path = "report.html") -> Path:
-        """Write the page that `fedveil report` writes. Return its path."""
+        """Write the same page as `fedveil report` and return its path."""
         path = Path(file).expanduser()
         run_page.write_run_page(path, [load_run(self.folder)])
         return path.absolute()
 
     def save(self, folder: str | Path) -> Path:
-        """Copy the final model with its card to a new folder, which PEFT or transformers loads. Return its path.
+        """Copy the final model and its card to a new folder that PEFT or transformers can load. Return its path.
 
         Raises:
-            StateError: the run has no final model yet, or the folder has files.
+            StateError: the run has no final model yet, or the folder is not empty.
         """
         final_folder, into = self._final(), Path(folder).expanduser()
         if into.exists() and (not into.is_dir() or any(into.iterdir())):
-            raise StateError(f"{into}: expected a new or an empty folder, found files; name another")
+            raise StateError(f"{into}: expected a new or empty folder, found files; choose another")
         with fill_folder(into) as scratch:
             shutil.copytree(final_folder, scratch, dirs_exist_ok=True)
         return into.absolute()
 
     def push_to_hub(self, repo: str, token: str, is_public: bool = False) -> str:
-        """Upload the final model with its card to the Hugging Face Hub, as `fedveil push`. Return the commit's address.
+        """Upload the final model and its card to the Hugging Face Hub, like `fedveil push`. Return the commit's URL.
 
         Raises:
-            StateError: the run has no final model or no card yet, or a file differs from what was signed.
-            ConfigError: the Hub refuses, or the repository is public and `is_public` false, or the reverse.
+            StateError: the run has no final model or card yet, or a file differs from its signed version.
+            ConfigError: the Hub refuses, or the repository's visibility does not match `is_public`.
         """
         return push_to_hub(self._final(), repo, token, is_public)
 
@@ -209,12 +209,12 @@ class Run:
         if not (folder / "server.safetensors").is_file():
             raise StateError(
                 f"run folder {self.folder}: expected final/server.safetensors, which a run writes when it ends, found "
-                "none; wait until it ends, or resume it"
+                "none; wait for the run to end, or resume it"
             )
         return folder
 
     def _claim(self, run: RunView) -> tuple[PrivacyGuarantee | None, RunConfig | None]:
-        """Return the run's guarantee and config; None and None before the run has a config."""
+        """Return the run's guarantee and config; (None, None) before the run has a config."""
         if "method" not in run.config:
             return None, None
         config = parse(run.config["config"])
@@ -224,13 +224,13 @@ class Run:
     def _config_file(self, run: RunView) -> Mapping[str, Any]:
         if "config" not in run.config:
             raise StateError(
-                f"run folder {self.folder}: expected config.json of a run that has started, found none; name another"
+                f"run folder {self.folder}: expected the config.json of a started run, found none; choose another"
             )
         return run.config
 
 
 def _is_state(file: Path) -> bool:
-    """Return whether a file has a state in FedVeil's own form, not another library's weights."""
+    """Return whether a file contains a state in FedVeil's own format, rather than another library's weights."""
     with safe_open(file, "pt") as opened:  # type: ignore[no-untyped-call,unused-ignore]
         return "scalars" in (opened.metadata() or {})
 

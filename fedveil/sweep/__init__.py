@@ -1,4 +1,4 @@
-"""Runs of one config over a grid of values and seeds, in one process.
+"""Sweeps: run one config over a grid of values and seeds, in one process.
 
 from fedveil.sweep import Grid, run_sweep
 
@@ -21,7 +21,7 @@ __all__ = ["Cell", "Grid", "SweepResult", "run_sweep"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch where it is used: `fedveil --help` imports this package for its command."""
+    """Import the names that need torch only on first use, because `fedveil --help` imports this package."""
     if name not in ("SweepResult", "run_sweep"):
         raise AttributeError(f"module {__name__} has no attribute {name}")
     from fedveil.sweep import sweep

@@ -1,7 +1,8 @@
-"""`fedveil sweep`: runs one config over a grid of values and seeds, in one process.
+"""`fedveil sweep`: run one config over a grid of values and seeds, in one process.
 
-It ends with a table of means and 95 % intervals over seeds, and a picture. Each run has its folder below --out, so
-`fedveil report` and `fedveil audit` read it. The same command continues after Ctrl-C: completed runs are not run again.
+It ends with a table of means and 95 % intervals over seeds, and a plot. Each run has its own folder under --out, which
+`fedveil report` and `fedveil audit` can read. After Ctrl-C, the same command resumes the sweep: completed runs are not
+repeated.
 
     fedveil sweep run.toml --site north=rows/north --site south=rows/south \\
         --grid train.learning-rate=1e-3,3e-3 --grid train.epochs=1,2 --seeds 3
@@ -26,19 +27,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--site", action="append", default=[], metavar="NAME=FOLDER", help="a site and its examples; repeatable"
     )
-    parser.add_argument("--sites", type=int, metavar="N", help="instead: N sites that divide task.data")
+    parser.add_argument("--sites", type=int, metavar="N", help="instead of --site: N sites that divide task.data")
     parser.add_argument(
         "--grid",
         action="append",
         default=[],
         metavar="KEY=V,V",
-        help='values of a run config key; repeatable; values with commas as a list: \'KEY=["a, b", "c"]\'',
+        help='values of a run config key; repeatable; use a list if values contain commas: \'KEY=["a, b", "c"]\'',
     )
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs per cell, with the seeds 0 to N - 1")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs per cell, with seeds 0 to N - 1")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="run config override; repeatable"
     )
-    parser.add_argument("--metric", default="", help="the metric of the picture (default: evaluate.metric)")
+    parser.add_argument("--metric", default="", help="the metric to plot (default: evaluate.metric)")
     parser.add_argument("--out", type=Path, default=Path("sweep"), metavar="FOLDER", help="default: sweep")
     parser.add_argument("--device", default="cpu", help='"cpu", "cuda" or "auto" (default: cpu)')
     parser.set_defaults(run=run)
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         result = run_sweep(config, sites, grid, args.out, args.device, lambda text: console.print(text, soft_wrap=True))
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"the same command continues the sweep in {args.out}") from None
+        raise KeyboardInterrupt(f"run the same command again to resume the sweep in {args.out}") from None
     metric = args.metric or config.evaluate.metric
     picture = args.out / "sweep.svg"
     svg = sweep_svg(result, metric).replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)

@@ -1,4 +1,4 @@
-"""The cells of a grid: every combination of the values of some run config keys, and its seeds."""
+"""The cells of a grid, one for every combination of run config values, and the seeds of each cell."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Cell:
     """One combination of values.
 
     Attributes:
-        number: from 1, in the order of the grid.
+        number: counts from 1, in grid order.
         values: the value of each key.
     """
 
@@ -40,10 +40,10 @@ class Cell:
 @final
 @dataclass(frozen=True)
 class Grid:
-    """Keys with their values, and the number of seeds, which are 0, 1, ...
+    """Run config keys with their values, and the number of seeds (0, 1, ...).
 
     Attributes:
-        values: for each key, its values, at least one.
+        values: at least one value for each key.
         seeds: runs per cell.
     """
 
@@ -55,18 +55,18 @@ class Grid:
             raise ConfigError(f"--seeds: expected 1 to {MAX_SEEDS}, found {self.seeds}")
         for key, values in self.values.items():
             if key in _OWN:
-                raise ConfigError(f"--grid: expected a key that a cell may choose, found {key}, which the sweep sets")
+                raise ConfigError(f"--grid: expected a key that a cell may set, found {key}, which the sweep sets")
             if not values or len({repr(value) for value in values}) < len(values):
                 raise ConfigError(f"--grid: expected different values of {key}, found {list(values)}")
         if (count := self.seeds * math.prod(map(len, self.values.values()))) > MAX_RUNS:
-            raise ConfigError(f"--grid: expected at most {MAX_RUNS} runs, found {count}; take fewer values or seeds")
+            raise ConfigError(f"--grid: expected at most {MAX_RUNS} runs, found {count}; use fewer values or seeds")
 
     @classmethod
     def from_texts(cls, texts: Sequence[str], seeds: int = 1) -> Grid:
         """Read KEY=VALUE,VALUE; values with commas are written as a TOML list: KEY=["a, b", "c"].
 
         Raises:
-            ConfigError: a text has another form, or names a key twice.
+            ConfigError: a text is not in this format, or repeats a key.
         """
         values: dict[str, Sequence[object]] = {}
         for text in texts:

@@ -1,4 +1,4 @@
-"""Draw a sweep: one row a cell, a dot a seed, and the mean with its 95 % interval over seeds."""
+"""Plot a sweep: one row per cell, one dot per seed, and the mean with its 95 % interval over seeds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_CELLS = 40
 
 
 def sweep_svg(result: SweepResult, metric: str) -> str:
-    """Return the first MAX_CELLS cells as an SVG element. Raises ConfigError if no run has the metric."""
+    """Return the plot of the first MAX_CELLS cells as an SVG element. Raises ConfigError if no run has the metric."""
     best = result.best(metric).number
     cells = [(cell, scores[metric]) for cell, scores in result.intervals() if metric in scores]
     left = f" (first {MAX_CELLS} of {len(cells)})" if len(cells) > MAX_CELLS else ""

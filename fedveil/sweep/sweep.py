@@ -1,14 +1,14 @@
-"""Run a grid in one process: a run folder for each cell and seed, a table, and a picture with intervals over seeds.
+"""Run a grid in one process: a run folder for each cell and seed, a table, and a plot with intervals over seeds.
 
-    <out>/<digest>-c1-s0/   a run folder; the digest is of the config and of the data files' names, sizes, times
-    <out>/sweep.json        every run that has ended, with its values and scores
-    <out>/sweep.svg         the picture
+    <out>/<digest>-c1-s0/   a run folder; the digest covers the config and the data files' names, sizes and times
+    <out>/sweep.json        every finished run, with its values and scores
+    <out>/sweep.svg         the plot
 
-| a run of an earlier sweep | now |
+| a run from an earlier call | in this call |
 |---|---|
-| completed | not run again |
-| ended after a checkpoint: Ctrl-C, an error, a killed process | goes on from there |
-| ended before one | starts again |
+| completed | not repeated |
+| ended by Ctrl-C, an error or a kill, after a checkpoint | resumes from the checkpoint |
+| ended before its first checkpoint | starts over |
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class SweepRun:
     """One run of a cell.
 
     Attributes:
-        cell: its values.
+        cell: the cell with its values.
         seed: run.seed.
-        folder: its run folder.
-        scores: of its final model.
-        epsilon: largest bound over its sites; None without a privacy guarantee.
-        upload_bytes: of all sites and rounds.
+        folder: the run folder.
+        scores: the final model's scores.
+        epsilon: the largest bound over all sites; None without a privacy guarantee.
+        upload_bytes: total over all sites and rounds.
     """
 
     cell: Cell
@@ -68,12 +68,12 @@ class SweepRun:
 @final
 @dataclass(frozen=True)
 class SweepResult:
-    """The runs of a grid that have ended.
+    """The finished runs of a grid.
 
     Attributes:
-        grid: what was asked for.
-        runs: by cell, then seed.
-        better: for each metric of the task, "lower" or "higher".
+        grid: the requested grid.
+        runs: ordered by cell, then by seed.
+        better: for each metric of the task, whether "lower" or "higher" is better.
     """
 
     grid: Grid
@@ -82,7 +82,7 @@ class SweepResult:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row per run: cell, seed, the grid's keys, the scores, epsilon and bytes."""
+        """Return one row per run: cell, seed, the grid's keys, the scores, epsilon, upload bytes and folder."""
         return [
             {
                 "cell": run.cell.number, "seed": run.seed, **run.cell.values, **run.scores,
@@ -93,7 +93,7 @@ class SweepResult:
         ]  # fmt: skip
 
     def intervals(self) -> list[tuple[Cell, dict[str, dict[str, float]]]]:
-        """Return each cell with each score's "mean", "low" and "high" over its seeds, and their number "n"."""
+        """Return each cell with each score's "mean", "low" and "high" over its seeds, and the number of seeds, "n"."""
         by_cell: dict[int, list[SweepRun]] = {}
         for run in self.runs:
             by_cell.setdefault(run.cell.number, []).append(run)
@@ -106,14 +106,14 @@ class SweepResult:
         if not found:
             known = ", ".join(sorted({name for run in self.runs for name in run.scores})) or "none"
             raise ConfigError(
-                f"metric: expected one that the runs have ({known}), with finite values, found {metric!r}"
+                f"metric: expected one of the runs' metrics with finite values ({known}), found {metric!r}"
             )
         pick = max if self.better.get(metric) == "higher" else min
         return pick(found, key=lambda scored: scored[0])[1]
 
 
 def half_width(interval: Mapping[str, float]) -> float:
-    """Return half of an interval's width; 0 for one seed, which has no interval."""
+    """Return half the width of an interval; 0 for a single seed, which has no interval."""
     return interval["high"] - interval["mean"]
 
 
@@ -126,27 +126,27 @@ def run_sweep(
     say: Say = lambda text: None,
     federate: Callable[..., LocalFederation] = LocalFederation.from_config,
 ) -> SweepResult:
-    """Run every cell with every seed that has not completed in `out`; write sweep.json after each.
+    """Run every (cell, seed) pair not yet completed in `out`; write sweep.json after each.
 
-    Every config is checked before the first run. Ctrl-C ends the current run, which a second call continues.
+    Every config is checked before the first run. Ctrl-C ends the current run; a second call resumes it.
 
     Args:
         config, sites, device: as for `LocalFederation.from_config`; the config needs task.evaluation.
         grid: the cells and seeds.
-        out: folder of the run folders.
-        say: called with a line before each run.
-        federate: makes each federation; for tests.
+        out: the parent of the run folders.
+        say: called with a line of text before each run.
+        federate: creates each federation; for tests.
 
     Raises:
-        ConfigError: a config is wrong, has no task.evaluation, or names what the sweep sets.
+        ConfigError: a config is invalid, has no task.evaluation, or sets a key that the sweep sets.
     """
     folder = Path(out).expanduser()
     plain = read_config(config)
     if plain.run.name or plain.run.resume or plain.run.dir != RunConfig().run.dir:
-        raise ConfigError("run.name: expected none with a sweep, which names its runs itself; leave out run.name, "
+        raise ConfigError("run.name: expected none for a sweep, which names its own runs; leave out run.name, "
                           "run.dir and run.resume")  # fmt: skip
     if not plain.task.evaluation:
-        raise ConfigError("task.evaluation: expected test data, by which a sweep compares its cells, found none")
+        raise ConfigError("task.evaluation: expected test data, which a sweep needs to compare cells, found none")
     data = _data_of(plain, sites)
     planned = [
         (cell, seed, _cell_config(plain, cell, seed, folder, data))
@@ -160,7 +160,7 @@ def run_sweep(
     for number, (cell, seed, cell_config) in enumerate(planned, 1):
         at = folder / cell_config.run.name
         if _state(at) == "completed":
-            say(f"run {number} of {len(planned)}: {cell.label}, seed {seed}: completed before")
+            say(f"run {number} of {len(planned)}: {cell.label}, seed {seed}: already completed")
         else:
             say(f"run {number} of {len(planned)}: {cell.label}, seed {seed}")
             federate(_continued(cell_config, at), sites, device).run()
@@ -170,7 +170,7 @@ def run_sweep(
 
 
 def _cell_config(config: RunConfig, cell: Cell, seed: int, out: Path, data: object) -> RunConfig:
-    """Return the config of one run. Its name has a digest of all that decides the result. Raises ConfigError."""
+    """Return one run's config. Its name has a digest of everything that determines the result. Raises ConfigError."""
     flat = config.flat() | flatten_config(cell.values) | {"run.seed": seed}
     parse(flat)
     digest = hashlib.sha256(json.dumps([flat, data], sort_keys=True, default=str).encode()).hexdigest()[:10]
@@ -178,7 +178,7 @@ def _cell_config(config: RunConfig, cell: Cell, seed: int, out: Path, data: obje
 
 
 def _data_of(config: RunConfig, sites: Mapping[str, str | Path] | int) -> list[object]:
-    """Return the files that decide a result, with sizes and times: of the sites, the server and an own model."""
+    """Return the sites', the server's and task.module's files, with sizes and times: they determine the result."""
     named = {} if isinstance(sites, int) else {name: Path(of).expanduser().absolute() for name, of in sites.items()}
     server = [Path(of).expanduser().absolute() for of in (config.task.evaluation, config.task.data) if of]
     own = [own_module.find_module(config.task.module)] if config.task.module else []
@@ -194,7 +194,7 @@ def _files(at: Path) -> list[tuple[str, int, int]]:
 
 
 def _to_json(result: SweepResult) -> str:
-    """Return the content of sweep.json, where a number that is not finite is text."""
+    """Return the content of sweep.json, with non-finite numbers as text."""
     rows = [{key: _json_value(value) for key, value in row.items()} for row in result.rows]
     grid = {key: list(values) for key, values in result.grid.values.items()}
     return json.dumps({"grid": grid, "runs": rows}, indent=1)
@@ -212,13 +212,13 @@ def _state(folder: Path) -> str:
 
 
 def _continued(config: RunConfig, folder: Path) -> RunConfig:
-    """Return the config with which the run in a folder begins, or goes on; remove a run that had no checkpoint."""
+    """Return the config to start or resume the run in a folder; remove a run that has no checkpoint."""
     if not folder.exists():
         return config
     if checkpoints.has_checkpoint(folder):
         return parse(config.flat() | {"run.resume": True})
     if (folder / process_exit.LOCK).exists() and not process_exit.is_dead(folder):
-        raise StateError(f"{folder}: expected no other process in this run, found one; wait, or name another folder")
+        raise StateError(f"{folder}: expected no other process in this run, found one; wait, or choose another folder")
     shutil.rmtree(folder)
     return config
 

@@ -1,4 +1,4 @@
-"""The table of a sweep for a terminal."""
+"""The results table of a sweep, for a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["seeds_in_words", "sweep_table"]
 
 
 def sweep_table(result: SweepResult) -> Table:
-    """Return the cells, one row each, with the mean of each score and its 95 % interval over seeds."""
+    """Return one row per cell, with each score's mean and 95 % interval over seeds."""
     cells = result.intervals()
     names = list(dict.fromkeys(name for _, scores in cells for name in scores))
     listed = Table("cell", title=f"{len(cells)} cells, {seeds_in_words(result.grid.seeds)}")
@@ -31,10 +31,10 @@ def sweep_table(result: SweepResult) -> Table:
 
 
 def seeds_in_words(seeds: int) -> str:
-    """Return how many seeds there are, and what the figures are."""
+    """Return the number of seeds, and what the figures show."""
     return "1 seed, no interval" if seeds == 1 else f"{seeds} seeds: mean ± 95 % interval"
 
 
 def _words(interval: Mapping[str, float]) -> str:
-    """Return the mean with its 95 % interval; one seed has no interval."""
+    """Return the mean with its 95 % interval; a single seed has no interval."""
     return f"{interval['mean']:.4g}" + (f" ± {half_width(interval):.2g}" if interval["n"] > 1 else "")

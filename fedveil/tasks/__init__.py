@@ -1,7 +1,7 @@
-"""A task is a model, its data, a loss and metrics. One file each; found by its file name, as methods are.
+"""A task is a model together with its data, loss and metrics. Each task is one file, found by file name, like a method.
 
-A file defines `INFO`, a `fedveil.contract.task.TaskInfo`, and `create(config, adapter, device) -> Task`. So does a
-module of another package that an entry point in the group "fedveil.tasks" names.
+A file defines `INFO`, a `fedveil.contract.task.TaskInfo`, and `create(config, adapter, device) -> Task`. A module in
+another package, named by an entry point in the group "fedveil.tasks", defines the same.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fedveil.plugins import PluginPackage
 
-if TYPE_CHECKING:  # they import torch, which listing names does not need
+if TYPE_CHECKING:  # these import torch, which is not needed to list names
     from fedveil.config import RunConfig
     from fedveil.contract.adapter import Adapter
     from fedveil.contract.task import Task, TaskInfo
@@ -21,12 +21,12 @@ _PLUGINS = PluginPackage("fedveil.tasks", "fedveil.tasks", "task.name", "-", ("I
 
 
 def list_tasks() -> list[str]:
-    """Return the names of all tasks, with hyphens ("text-generation"): files of this folder, and of other packages."""
+    """Return the names of all tasks in this folder and in other packages, with hyphens ("text-generation")."""
     return _PLUGINS.list_names()
 
 
 def task_info(name: str) -> TaskInfo:
-    """Return the description of the task of that name. Raises ConfigError for an unknown name."""
+    """Return the description of the task with that name. Raises ConfigError for an unknown name."""
     info: TaskInfo = _PLUGINS.load_module(name).INFO
     return info
 

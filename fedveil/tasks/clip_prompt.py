@@ -1,16 +1,18 @@
-"""Prompts for a frozen CLIP: train context vectors before the class names to classify images.
+"""Prompts for a frozen CLIP model: train context vectors before the class names to classify images.
 
     logits = exp(scale) cos(image, [SOS][context][class name].[EOS])          scale: the model's logit scale
 
-Adapter: `PromptAdapter`. Model: any CLIP of transformers, a local folder or a Hub id, or "tiny", which was trained on
-no image of the presets' data. The loss is the mean cross entropy over images; a prompt with a contrast adds its term.
+Adapter: `PromptAdapter`. Model: any CLIP model in transformers, given as a local folder or a Hub id, or "tiny", which
+was not trained on images from the presets' data. The loss is the mean cross entropy over images; a prompt with a
+contrastive term adds that term.
 
-Each image passes through the frozen tower once, without augmentation; the site stores its features in memory, by the
-digest of its file. An encoded example consists of these features.
+Each image passes through the frozen tower once, without augmentation; the site keeps the image features in memory, by
+file digest. An encoded example consists of these features.
 
-Data are a table file (Parquet, JSON Lines) or an image folder `<split>/<class>/.../<name>`. The class is in
-task.target-column: a name, or an integer counted from 0; `fedveil.data.class_names` says where the names come from. "_"
-becomes a space in texts. Under a privacy claim the names must be in task.class-names, because they enter every loss.
+The data is a table file (Parquet, JSON Lines) or an image folder `<split>/<class>/.../<name>`. The class is in
+task.target-column, as a name or as an integer counted from 0; `fedveil.data.class_names` says where the names come
+from. In texts, "_" becomes a space. Under a privacy claim, the names must be in task.class-names, because they affect
+every loss.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ INFO = TaskInfo(
     columns=lambda task: (task.image_column, task.target_column),
     tiny=lambda: bundled.bundled_folder("clip-prompt"),
     metrics=class_metrics,
-    divisible=False,  # the texts of all classes cost most, and every process would compute all of them
+    divisible=False,  # the texts of all classes cost the most, and every process would compute all of them
 )
 _AT_ONCE = 64  # images per pass through the tower
 ZERO_SHOT = "a photo of a"
@@ -68,12 +70,12 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
             raise ConfigError(f'{key}: expected {wanted} with the task "clip-prompt", found {value}; leave it out')
     return ClipPrompt(
         config, cast(PromptAdapter, adapter), loading.pick_device(device)
-    )  # no other adapter goes before texts
+    )  # no other adapter precedes the texts
 
 
 @final
 class ClipPrompt(AdaptedTask):
-    """A frozen CLIP and a prompt."""
+    """A frozen CLIP model and a prompt."""
 
     adapter: PromptAdapter
 
@@ -88,7 +90,7 @@ class ClipPrompt(AdaptedTask):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return all class names, by number. Raises TaskError before encoding, unless task.class-names is set."""
+        """Return all class names, by number. Before encoding, raises TaskError unless task.class-names is set."""
         if not self._numbering.names:
             raise TaskError(
                 "task.class-names: expected the names of all classes, separated by commas, found none there, and the "
@@ -116,7 +118,7 @@ class ClipPrompt(AdaptedTask):
     def examples(self, data: Path, split: str, share: DatasetShard | None = None) -> Examples:
         """Read the examples as `DatasetTable.examples` does.
 
-        An image folder has the class both as task.target-column and as task.label-column.
+        For an image folder, the class is in both task.target-column and task.label-column.
         """
         table = images.image_table(data, split, self.config.task)
         self._numbering.note(table.class_names, table.folder)
@@ -128,11 +130,11 @@ class ClipPrompt(AdaptedTask):
 
     @override
     def encode(self, examples: Examples) -> list[EncodedImage]:
-        """Encode each image; images that the tower has not processed yet pass through it.
+        """Encode each image; images that the tower has not processed yet pass through the tower.
 
         Raises:
-            TaskError: an image that does not decode or has no class, with file and row; or a data set that declares
-                other class names than the run, or than the examples before.
+            TaskError: an image does not decode or has no class, with the file and row; or a data set declares class
+                names that differ from those of the run or of earlier examples.
         """
         labels = [self._numbering.number(example) for example in examples]
         digests: list[bytes] = []
@@ -151,7 +153,7 @@ class ClipPrompt(AdaptedTask):
         return [EncodedImage(self._points[digest], label) for digest, label in zip(digests, labels, strict=True)]
 
     def _look(self, waiting: dict[bytes, Any]) -> None:
-        """Compute the images' features by the tower; keep no image."""
+        """Compute the image features with the tower, without keeping the images."""
         if waiting:
             with self._computing():
                 points = clip.encode_images(self.base, list(waiting.values()), patches=self.adapter.form == "transport")
@@ -164,21 +166,21 @@ class ClipPrompt(AdaptedTask):
         return LabelledBatch(torch.stack([row.points for row in rows]), torch.tensor([row.label for row in rows]))
 
     def texts(self, weights: Weights) -> Float[Tensor, "prompts classes D"]:
-        """Return the texts under `weights`, see `prompt_tensors.context_vectors`; differentiable."""
+        """Return the text features under `weights`, differentiably; see `prompt_tensors.context_vectors`."""
         with self._computing():
             return self._texts.features(prompt_tensors.context_vectors(self.adapter, weights))
 
     def logits(self, texts: Tensor, points: Tensor) -> Float[Tensor, "rows classes"]:
-        """Return the logits of images under texts; differentiable.
+        """Return the logits of images for texts, differentiably.
 
-        Images are given by their points, (rows, points, D), texts as (prompts, classes, D).
+        Images are given as points, with shape (rows, points, D), and texts with shape (prompts, classes, D).
         """
         return self._scale * prompt_tensors.class_similarities(self.adapter, points, texts)
 
     def loss_at(self, weights: Weights, batch: LabelledBatch) -> Tensor:
-        """Return the summed loss of a batch on the device, a pure function of the weights for torch.func.
+        """Return the summed loss of a batch on the device, as a pure function of the weights for torch.func.
 
-        Under vmap an example is a batch of one; the texts do not depend on the examples and are computed once.
+        Under vmap, an example is a batch of size one; the texts do not depend on the examples and are computed once.
         """
         texts = self.texts(weights)
         loss = torch.nn.functional.cross_entropy(self.logits(texts, batch.inputs), batch.labels, reduction="sum")
@@ -188,7 +190,7 @@ class ClipPrompt(AdaptedTask):
         return loss
 
     def samples(self, rows: Sequence[EncodedImage]) -> tuple[Tensor, Tensor]:
-        """Return points and classes. Raises TaskError for a prompt whose loss branches on values."""
+        """Return the points and classes. Raises TaskError for a prompt whose loss branches on values."""
         if self.adapter.form == "transport":
             raise TaskError(
                 'adapter.form: expected "one", "sum" or "factored" for per-example gradients, found "transport", '
@@ -203,7 +205,7 @@ class ClipPrompt(AdaptedTask):
         return self.loss_at(weights, LabelledBatch(points[None], label[None]))
 
     def features(self, weights: Weights) -> Float[Tensor, "classes D"]:
-        """Return the texts, of norm 1, the only features of the loss. Raises TaskError if the loss uses others."""
+        """Return the text features, with norm 1. Raises TaskError if the loss uses other features too."""
         if self.adapter.form == "transport" or self.adapter.contrast:
             raise TaskError(
                 "adapter: expected one text per class and no contrast for gradients with respect to the texts, found "
@@ -212,7 +214,7 @@ class ClipPrompt(AdaptedTask):
         return self.texts({name: w.to(self.device) for name, w in weights.items()})[0]
 
     def factors(self, features: Tensor, *samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scale (softmax_i - onehot_i) and the image's feature; their product is row i's text gradient."""
+        """Return scale (softmax_i - onehot_i) and the image feature; their product is row i's text gradient."""
         points, labels = samples
         probabilities = self.logits(features[None], points).softmax(-1)
         return self._scale * (probabilities - torch.nn.functional.one_hot(labels, probabilities.shape[-1])), points[
@@ -221,13 +223,13 @@ class ClipPrompt(AdaptedTask):
 
     @override
     def loss_sum(self, batch: LabelledBatch) -> Tensor:
-        """Return the summed loss of the images of `batch`, which is on the device."""
+        """Return the summed loss of the images in `batch`, which is on the device."""
         return self.loss_at(self.trained, batch)
 
     @override
     @torch.no_grad()
     def mean_loss(self, encoded: Sequence[EncodedImage]) -> float:
-        """Return the mean loss per image with the weights loaded last, including the contrastive term."""
+        """Return the mean loss per image with the last loaded weights, including the contrastive term."""
         return float(self.loss_at(self.trained, self.collate(encoded).to(self.device))) / len(encoded)
 
     @override
@@ -235,7 +237,7 @@ class ClipPrompt(AdaptedTask):
         """ "loss" (cross entropy alone) and "accuracy" over evaluate.eval-examples examples; see `draw_scored`.
 
         Raises:
-            TaskError: no examples, errors as in `encode`, or weights that do not match the spec.
+            TaskError: there are no examples, the weights do not match the spec, or as in `encode`.
         """
         if not examples:
             raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
@@ -245,7 +247,7 @@ class ClipPrompt(AdaptedTask):
 
     @torch.no_grad()
     def zero_shot_logits(self, rows: Sequence[EncodedImage], words: str = ZERO_SHOT) -> Float[Tensor, "rows classes"]:
-        """Return the logits of the unchanged model with `words` as context; on the CPU."""
+        """Return the logits of the unchanged model with `words` as context, on the CPU."""
         texts = self._texts.features(self._texts.written(words)[None])[0].cpu()
         return self._scale * torch.stack([row.points[0] for row in rows]) @ texts.T
 
@@ -253,7 +255,7 @@ class ClipPrompt(AdaptedTask):
     def _all(
         self, weights: Weights, rows: Sequence[EncodedImage]
     ) -> tuple[Float[Tensor, "rows classes"], Int[Tensor, " rows"]]:
-        """Return logits and labels, on the CPU."""
+        """Return the logits and labels, on the CPU."""
         self.put(weights)
         texts = self.texts(self.trained)
         parts = (self.collate([rows[i] for i in part]) for part in self._parts(len(rows)))
@@ -264,7 +266,7 @@ class ClipPrompt(AdaptedTask):
     def predict(
         self, weights: Weights, rows: Sequence[EncodedImage], generate: bool = False
     ) -> Iterator[ExamplePrediction]:
-        """Yield only the slice "target", with one position: nothing is generated."""
+        """Yield only the slice "target", with one position; this task generates nothing."""
         if rows:
             logits, labels = self._all(weights, rows)
             for i in range(len(rows)):

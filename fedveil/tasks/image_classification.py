@@ -2,21 +2,22 @@
 
 | `task.model` | initial weights | classes | images |
 |---|---|---|---|
-| a folder or Hub id with weights | those; a new head for other classes | task.class-names, or the model's own | by
-  its preprocessor_config.json; a folder without: as below |
-| a folder with config.json, without weights | random | task.num-classes | as the one above |
+| a folder or Hub id with weights | its own; a new head for other classes | task.class-names, or the model's own | by
+  its preprocessor_config.json; if the folder has none, as below |
+| a folder with config.json, without weights | random | task.num-classes | as in the row above |
 | "tiny" | random | task.num-classes | 32 x 32, with values from -1 to 1 |
 
-Random weights come from the public stream that `initial` receives, so sites of one run start equal. Under an adapter
-the frozen weights come from a public stream of run.seed.
+Random weights come from the public stream that `initial` receives, so all sites in a run start with equal weights. With
+an adapter, the frozen weights come from a public stream seeded with run.seed.
 
-Data are a table file (Parquet, JSON Lines), or an image folder `<split>/<class>/.../<name>`. Without
-preprocessor_config.json an image is resized to the model's image_size (224 if it has none), bilinear with
-antialiasing and without rounding, so that the pixels are a linear function of the original's.
+The data is a table file (Parquet, JSON Lines) or an image folder `<split>/<class>/.../<name>`. Without
+preprocessor_config.json, an image is resized to the model's image_size (224 if the model has none) with bilinear
+interpolation and antialiasing, without rounding, so the pixels are a linear function of the original pixels.
 
-With task.multi-label the labels are in task.target-column as `fedveil.data.class_labels` says, such as "edema|mass".
-Else the class is there: a name, or an integer counted from 0; `fedveil.data.class_names` says who numbers
-the names. With task.class-names a model without weights has as many classes, and an exported model has these names.
+With task.multi-label, task.target-column contains the labels in a format from `fedveil.data.class_labels`, such as
+"edema|mass". Otherwise it contains the class, as a name or as an integer counted from 0; `fedveil.data.class_names`
+says who numbers the names. With task.class-names, a model without weights has one class per name, and an exported model
+has these names.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ TINY_VIT = {  # the tiny base, defined in code
 }  # fmt: skip
 MEAN = STD = 0.5
 _KEPT_BYTES = images.KEPT_BYTES
-_MODES = {1: "L", 3: "RGB"}  # PIL's name for images of that many channels
+_MODES = {1: "L", 3: "RGB"}  # PIL's mode for images with that many channels
 
 Pixels = Float[Tensor, "channels height width"]
 
@@ -82,9 +83,9 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
 
 @dataclass(frozen=True)
 class ImageExample:
-    """One image in the model's input format, and its class, or 1.0 or 0.0 for each class.
+    """One image in the model's input format, with its class or with 1.0 or 0.0 for each class.
 
-    `kept` returns its pixels if they need no decoding.
+    `kept` returns the pixels if they do not need decoding.
     """
 
     pixels: Callable[[], Pixels]
@@ -93,19 +94,19 @@ class ImageExample:
 
     @property
     def length(self) -> int:
-        """Return 1: all images have one size."""
+        """Return 1, because all images have the same size."""
         return 1
 
 
 @final
 class ImageExamples(Sequence[ImageExample]):
-    """The images of examples, read and decoded one by one when their pixels are needed.
+    """The images of the examples, each read and decoded when its pixels are needed.
 
-    Decoded images are cached as long as there is room. A slice is a list.
+    Decoded images are cached while there is room. A slice is a list.
 
     Args:
         examples: the examples with the images.
-        labels: their classes, or a row with 1.0 or 0.0 for each class.
+        labels: the class of each example, or a row with 1.0 or 0.0 for each class.
         decoded: returns an example's decoded image.
     """
 
@@ -143,7 +144,7 @@ class ImageExamples(Sequence[ImageExample]):
 class ImageClassification(AdaptedTask):
     """A model that classifies images.
 
-    The loss is the mean cross entropy over images, or with task.multi-label the mean binary cross entropy over labels.
+    The loss is the mean cross entropy over images or, with task.multi-label, the mean binary cross entropy over labels.
     """
 
     def __init__(self, config: RunConfig, adapter: Adapter, device: torch.device) -> None:
@@ -153,21 +154,21 @@ class ImageClassification(AdaptedTask):
 
     @override
     def _load(self) -> LoadedModel:
-        """Load the base, whose classes are those of task.class-names if the run config has any."""
+        """Load the base, with the classes in task.class-names if the run config gives any."""
         loaded = image_classifier.load_image_classifier(self.config, self.adapter, self.device, TINY_VIT)
         self._model_names = _names_of(loaded.model.config)
         return loaded
 
     @property
     def classes(self) -> int:
-        """Return the number of classes of the model."""
+        """Return the model's number of classes."""
         return int(self.base.model.config.num_labels)
 
     @override
     def examples(self, data: Path, split: str, share: DatasetShard | None = None) -> Examples:
         """Read the examples as `DatasetTable.examples` does.
 
-        An image folder has the class both as task.target-column and as task.label-column.
+        For an image folder, the class is in both task.target-column and task.label-column.
         """
         table = images.image_table(data, split, self.config.task)
         self._numbering.note(table.class_names, table.folder)
@@ -181,10 +182,10 @@ class ImageClassification(AdaptedTask):
     def encode(self, examples: Examples) -> ImageExamples:
         """Return one example per image; an image is decoded when a batch contains it.
 
-        Raises TaskError, with file and row, for an example without an image or class; for an image that is damaged
-        after its header, the batch raises it.
+        Raises TaskError, with the file and row, for an example without an image or class. For an image that is damaged
+        after its header, building the batch raises the error.
         """
-        self._mode  # noqa: B018  # raises where the model does not take images
+        self._mode  # noqa: B018  # raises an error if the model does not take images
         labels: list[int | tuple[float, ...]] = []
         conversions, task, column = [], self.config.task, self.config.task.image_column
         for example in examples:
@@ -199,7 +200,7 @@ class ImageClassification(AdaptedTask):
     @override
     def collate(self, rows: Sequence[ImageExample]) -> LabelledBatch:
         """Return one batch, on the CPU."""
-        cached_pixels = [row.kept() for row in rows]  # a thread for one of these costs more than its work
+        cached_pixels = [row.kept() for row in rows]  # starting a thread for one of these costs more than its work
         undone = iter(
             images.decode_parallel([row.pixels for row, k in zip(rows, cached_pixels, strict=True) if k is None])
         )
@@ -210,7 +211,7 @@ class ImageClassification(AdaptedTask):
         return self._forward({"pixel_values": batch.inputs}).float()
 
     def samples(self, rows: Sequence[ImageExample]) -> tuple[Tensor, Tensor]:
-        """Return pixels and classes; see per_example.PerExampleLoss."""
+        """Return the pixels and classes; see per_example.PerExampleLoss."""
         batch = self.collate(rows).to(self.device)
         return batch.inputs, batch.labels
 
@@ -222,16 +223,16 @@ class ImageClassification(AdaptedTask):
 
     @override
     def loss_sum(self, batch: LabelledBatch) -> Tensor:
-        """Return the summed loss of the images of `batch`, which is on the device.
+        """Return the summed loss of the images in `batch`, which is on the device.
 
         Raises:
-            ConfigError: train.compile on a machine that does not support it.
+            ConfigError: train.compile is set on a machine that does not support it.
         """
         return class_scores.loss_sum(self._logits(batch), batch.labels)
 
     @override
     def mean_loss(self, encoded: Sequence[ImageExample]) -> float:
-        """Return the mean loss per image with the weights loaded last."""
+        """Return the mean loss per image with the last loaded weights."""
         if self.config.task.multi_label:
             logits, labels = self._all(encoded)
             return float(class_scores.loss_sum(logits, labels)) / len(encoded)
@@ -243,7 +244,7 @@ class ImageClassification(AdaptedTask):
         examples; see `draw_scored`.
 
         Raises:
-            TaskError: no examples, errors as in `encode`, or weights that do not match the spec.
+            TaskError: there are no examples, the weights do not match the spec, or as in `encode`.
         """
         if not examples:
             raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
@@ -255,7 +256,7 @@ class ImageClassification(AdaptedTask):
 
     @torch.no_grad()
     def _all(self, encoded: Sequence[ImageExample]) -> tuple[Tensor, Tensor]:
-        """Return logits and labels of all images, on the CPU."""
+        """Return the logits and labels of all images, on the CPU."""
         batches = (self.collate([encoded[i] for i in part]) for part in self._parts(len(encoded)))
         each = [(self._logits(batch.to(self.device)).cpu(), batch.labels) for batch in batches]
         return torch.cat([logits for logits, _ in each]), torch.cat([labels for _, labels in each])
@@ -275,7 +276,7 @@ class ImageClassification(AdaptedTask):
     def predict(
         self, weights: Weights, rows: Sequence[ImageExample], generate: bool = False
     ) -> Iterator[ExamplePrediction]:
-        """Yield only the slice "target": one position, or with several labels one of two classes for each label."""
+        """Yield only the slice "target", with one position or, with several labels, a two-class position per label."""
         self.show(weights)
         for part in self._parts(len(rows)):
             chosen = [rows[i] for i in part]
@@ -317,7 +318,7 @@ class ImageClassification(AdaptedTask):
 
 
 def _names_of(model_config: Any) -> tuple[str, ...]:
-    """Return the names of a model's classes, by number; () if it has only the placeholders of transformers."""
+    """Return a model's class names, by number; () if it has only the placeholder names of transformers."""
     names = tuple(str(name) for _, name in sorted(model_config.id2label.items()))
     is_plain = all(name == f"LABEL_{i}" for i, name in enumerate(names))
     return () if is_plain or len(set(names)) < len(names) else names

@@ -1,12 +1,12 @@
-"""Own model: one file with `model()`, `loss(model, batch)` and `dataset(folder, split)` instead of a task.
+"""Your own model: one file with `model()`, `loss(model, batch)` and `dataset(folder, split)` instead of a task.
 
-`task.module` names the file (`fedveil.models.own_module`); docs/tasks/own-model.md describes it. The loss of the file
-is the mean over a batch's rows. FedVeil calls it for training, for scoring in eval mode, and under dp.* for single
-rows.
+`task.module` names the file (`fedveil.models.own_module`); docs/tasks/own-model.md describes it. The loss in the
+file is the mean over a batch's rows. FedVeil calls it for training, for scoring in eval mode and, under dp.*, for
+single rows.
 
-Under dp.* each row is collated alone, because padding or a mean over a batch would let other rows into its gradient.
-Rows of equal shape are differentiated together by vmap. Rows of other shapes, and models that vmap does not support,
-are differentiated one by one.
+Under dp.*, each row is collated separately, because padding or a mean over a batch would let other rows affect its
+gradient. Rows with equal shapes are differentiated together by vmap. Rows with different shapes, and rows for models
+that vmap does not support, are differentiated one by one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 from typing_extensions import override
 
+from fedveil.adapters import export
 from fedveil.config import RunConfig
 from fedveil.contract.adapter import Adapter, AttachedModel
 from fedveil.contract.param_spec import Weights, movable_names
@@ -61,7 +62,7 @@ INFO = TaskInfo(
     tiny=lambda: None,
     metrics=lambda task: own_module.score_directions(task.module),
 )
-_UNUSED = (  # keys of columns, and what FedVeil cannot do in a network that it does not know
+_UNUSED = (  # keys for columns, and for features that FedVeil cannot apply to a network that it does not know
     "task.source-column", "task.source-template", "task.target-column", "task.image-column", "task.choices-column",
     "task.hint-column", "task.label-column", "task.label-pattern", "task.num-classes", "task.class-names",
     "task.from-scratch", "task.partition", "train.quantized-base", "train.gradient-checkpointing", "train.compile",
@@ -72,9 +73,9 @@ log = getLogger("fedveil.task")
 
 
 def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
-    """Create the task of `config` and run its file.
+    """Create the task of `config` and run the model file.
 
-    Raises ConfigError for a key that an own model does not support, and TaskError for a mistake in the file.
+    Raises ConfigError for a key that own models do not support, and TaskError for a mistake in the file.
     """
     given, plain = config.flat(), RunConfig().flat()
     for key in _UNUSED:
@@ -96,7 +97,7 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
 
 @final
 class OwnModel(AdaptedTask):
-    """The network, loss and data set of one file."""
+    """The network, loss and data set from one file."""
 
     def __init__(self, config: RunConfig, adapter: Adapter, device: torch.device, module: OwnModule) -> None:
         super().__init__(config, adapter, device)
@@ -113,7 +114,7 @@ class OwnModel(AdaptedTask):
 
     @property
     def _network(self) -> nn.Module:
-        """Return the network as the file's functions take it: without the parent that LoRA gave to a single layer."""
+        """Return the network as the file's functions expect it: without the parent that LoRA adds to a single layer."""
         model: nn.Module = self.base.model
         return model["model"] if isinstance(model, nn.ModuleDict) and list(model) == ["model"] else model
 
@@ -123,18 +124,18 @@ class OwnModel(AdaptedTask):
 
     @property
     def _averages_norms(self) -> bool:
-        """Return whether batch normalization uses the statistics of a batch in training steps."""
+        """Return whether batch normalization uses batch statistics in training steps."""
         return self.adapter.trains_base and self.config.task.buffers == "averaged"
 
     @property
     @override
     def attached(self) -> AttachedModel:
-        """Return the network; its files name the own model and the digest of its file."""
+        """Return the network; files saved from it name the model and the digest of the model file."""
         return AttachedModel(self.base.model, self._own_names, f"own model {self.module.name} ({self.module.digest})")
 
     @override
     def examples(self, data: Path, split: str, share: DatasetShard | None = None) -> Examples:
-        """Return the rows of the file's dataset(). Raises TaskError if it fails, or returns no rows with an index."""
+        """Return the rows of the file's dataset(). Raises TaskError if dataset() fails or returns no indexable rows."""
         from datasets import Dataset
 
         if not data.exists():
@@ -181,7 +182,7 @@ class OwnModel(AdaptedTask):
 
     @override
     def collate(self, rows: Sequence[OwnRow]) -> OwnBatch:
-        """Return one batch, on the CPU. Raises TaskError for a row that cannot be read, and for unequal rows."""
+        """Return one batch, on the CPU. Raises TaskError for an unreadable row and for rows of unequal shape."""
         try:
             items = [row.dataset[row.index] for row in rows]
         except Exception as error:
@@ -204,7 +205,7 @@ class OwnModel(AdaptedTask):
     @contextlib.contextmanager
     @override
     def training(self, rng: RandomStream) -> Iterator[None]:
-        """Return a context for the training steps: training mode, with draws from `rng`."""
+        """Return a context for the training steps: training mode, with random draws from `rng`."""
         network = self._network
         self._restore_buffers()
         with seeded_generators(rng.torch_generator().initial_seed(), self.device), super().training(rng):
@@ -224,7 +225,7 @@ class OwnModel(AdaptedTask):
 
     @override
     def loss_sum(self, batch: OwnBatch) -> Tensor:
-        """Return the mean loss of the batch times its rows."""
+        """Return the mean loss of the batch times its number of rows."""
         loss = self._loss(self._network, batch.content)
         if not loss.requires_grad:
             raise TaskError(
@@ -234,7 +235,7 @@ class OwnModel(AdaptedTask):
         return loss * batch.count
 
     def _loss(self, network: nn.Module, content: Any) -> Tensor:
-        """Return the file's loss of a batch, checked. Raises TaskError for a mistake in loss()."""
+        """Return the file's loss for a batch after checking it. Raises TaskError for a mistake in loss()."""
         try:
             with self._computing():
                 loss = self.module.functions["loss"](network, content)
@@ -257,7 +258,7 @@ class OwnModel(AdaptedTask):
         )
 
     def _explained(self, error: Exception, content: Any) -> TaskError:
-        """Return the error for an exception in loss(). Its own text may quote a row, so only known texts are read."""
+        """Return the error for an exception in loss(). Exception text may quote a row, so only known text is used."""
         text, shapes = str(error), describe_batch(content)
         if isinstance(error, RuntimeError) and ("same device" in text or "on device" in text):
             return TaskError(
@@ -279,7 +280,7 @@ class OwnModel(AdaptedTask):
     @override
     @torch.no_grad()
     def mean_loss(self, encoded: Rows) -> float:
-        """Return the mean loss over the rows with the weights loaded last."""
+        """Return the mean loss over the rows with the last loaded weights."""
         total = 0.0
         for batch in self._scored_batches(encoded):
             total += float(self._loss(self._network, batch.content)) * batch.count
@@ -292,9 +293,9 @@ class OwnModel(AdaptedTask):
     @override
     @torch.no_grad()
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
-        """Return the loss and the scores of the file's metrics() over at most evaluate.eval-examples rows.
+        """Return the loss and the scores from the file's metrics() over at most evaluate.eval-examples rows.
 
-        Raises TaskError for no rows, or for scores that `better` does not name.
+        Raises TaskError if there are no rows, or for scores that `better` does not name.
         """
         if not examples:
             raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
@@ -319,7 +320,7 @@ class OwnModel(AdaptedTask):
     @override
     @torch.no_grad()
     def predict(self, weights: Weights, rows: Rows, generate: bool = False) -> Iterator[ExamplePrediction]:
-        """Yield each row's logits and class by the file's predict(). Raises TaskError if the file has none."""
+        """Yield each row's logits and class from the file's predict(). Raises TaskError if there is no predict()."""
         own = self.module.functions.get("predict")
         if own is None:
             raise TaskError(
@@ -338,7 +339,7 @@ class OwnModel(AdaptedTask):
                 yield ExamplePrediction({"target": logits[i : i + 1].float().cpu()}, wanted[i : i + 1].cpu())
 
     def samples(self, rows: Rows) -> tuple[Tensor, ...]:
-        """Return each row, collated alone, as tensors; see per_example.PerExampleLoss. Raises TaskError."""
+        """Return each row, collated separately, as tensors; see per_example.PerExampleLoss. Raises TaskError."""
         self._require_single_rows()
         leaves = [pytree.tree_flatten(self.collate([row]).content) for row in rows]
         self._structure = leaves[0][1]
@@ -380,7 +381,7 @@ class OwnModel(AdaptedTask):
         except _UnequalRowsError:
             pass
         except TaskError as error:
-            if error.__cause__ is None:  # our own check, and no exception from within the network
+            if error.__cause__ is None:  # from our own check rather than from the network
                 raise
             reason = type(error.__cause__).__name__
         if not self._said_one_by_one:
@@ -404,7 +405,7 @@ class OwnModel(AdaptedTask):
 
     @cached_property
     def _inner_names(self) -> Mapping[str, str]:
-        """Return the names of the exchanged tensors in the network, buffers included."""
+        """Return the names of the exchanged tensors, including buffers, in the network."""
         inner = [*self._network.named_parameters(), *self._network.named_buffers()]
         known = {id(tensor): name for name, tensor in inner}
         return {name: known[id(tensor)] for name, tensor in self.base.trained.items()}
@@ -426,11 +427,11 @@ class OwnModel(AdaptedTask):
 
     @override
     def save(self, weights: Weights, folder: Path) -> None:
-        """Write the network's weights as safetensors, or the pairs in PEFT's format, with the file that ran."""
+        """Write the network's weights as safetensors, or the LoRA pairs in PEFT format, with the file that ran."""
         self.show(weights)
         try:
             if self.adapter.trains_base:
-                own_export.write_network(folder, self._network)
+                export.write_network(folder, self._network)
             else:
                 self.adapter.save(folder, self.attached, weights)
             own_export.write_module(folder, self.module, self.config)
@@ -444,7 +445,7 @@ class _UnequalRowsError(TaskError):
 
 @final
 class _LossOfNetwork(nn.Module):
-    """The loss as a network's forward pass, so that `functional_call` replaces the weights in all of loss()."""
+    """The loss as a network's forward pass, so that `functional_call` replaces the weights throughout loss()."""
 
     def __init__(self, task: OwnModel) -> None:
         super().__init__()
@@ -458,7 +459,7 @@ class _LossOfNetwork(nn.Module):
 
 @final
 class _WithoutGradient(TrainerWrapper):
-    """A trainer of a model with averaged buffers, which have no gradient to send."""
+    """A trainer for a model with averaged buffers, which have no gradient to send."""
 
     @override
     def gradient(self, weights: Weights) -> TrainingResult:
@@ -468,5 +469,5 @@ class _WithoutGradient(TrainerWrapper):
         )
 
     def mean_loss(self, weights: Weights, rows: Rows) -> float:
-        """Return the wrapped trainer's mean loss of the rows."""
+        """Return the wrapped trainer's mean loss over the rows."""
         return float(self._trainer.mean_loss(weights, rows))  # type: ignore[attr-defined]

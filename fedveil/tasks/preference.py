@@ -4,10 +4,10 @@ An example is a prompt with two answers. Its loss (Rafailov et al. 2023) is
 
     -log sigmoid(beta * ((log p(chosen) - log p(rejected)) - (log p0(chosen) - log p0(rejected))))
 
-where log p sums over an answer's tokens, its end token included, and p0 is the base without the adapter, which every
-site has. p0 is computed once, when the examples are prepared. Texts, chat templates and lengths are those of text
-generation; the two answers of a pair have the same prompt, also where it is cut. One row is one pair in every count,
-and its gradient is clipped as one under dp.*.
+where log p sums over an answer's tokens, including the end token, and p0 is the base without the adapter, which every
+site has. p0 is computed once, when the examples are prepared. Texts, chat templates and lengths work as in text
+generation; the two answers in a pair have the same prompt, even if it is truncated. One row is one pair in every count,
+and under dp.* the gradient of a pair is clipped as a whole.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ INFO = TaskInfo(
 
 @dataclass(frozen=True)
 class PreferenceExample:
-    """One pair: the prompt with each of its answers, and log p0(chosen) - log p0(rejected) of the base."""
+    """One pair: the prompt with each answer, and the base's log p0(chosen) - log p0(rejected)."""
 
     chosen: TokenExample
     rejected: TokenExample
@@ -89,7 +89,7 @@ class PreferenceExample:
 
     @property
     def length(self) -> int:
-        """Return the number of tokens of both."""
+        """Return the total number of tokens in both examples."""
         return self.chosen.length + self.rejected.length
 
 
@@ -98,8 +98,8 @@ class PreferenceBatch:
     """A batch of pairs.
 
     Attributes:
-        answers: the chosen examples of all pairs, then their rejected ones.
-        reference: log p0(chosen) - log p0(rejected) of each pair.
+        answers: the chosen examples of all pairs, followed by the rejected examples.
+        reference: log p0(chosen) - log p0(rejected) for each pair.
     """
 
     answers: TokenBatch
@@ -107,12 +107,12 @@ class PreferenceBatch:
 
     @property
     def terms(self) -> int:
-        """Return the number of pairs, which are the terms of the loss."""
+        """Return the number of pairs, which is the number of terms in the loss."""
         return len(self.reference)
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens of all answers with their prompts, without padding."""
+        """Return the number of tokens in all answers with their prompts, without padding."""
         return self.answers.tokens
 
     def pinned(self) -> PreferenceBatch:
@@ -128,9 +128,9 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     """Create the task of `config`; the base is loaded on first use.
 
     Raises:
-        ConfigError: as text generation; also an adapter without which the base is not as it was, whole conversations,
-            or one column for both answers.
-        TaskError: no base model at that path.
+        ConfigError: as in text generation; also for an adapter whose removal does not restore the base, for whole
+            conversations, and for one column with both answers.
+        TaskError: there is no base model at that path.
     """
     task = config.task
     if task.messages_column:
@@ -157,7 +157,7 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
 class PreferenceTuning(adapter_task.AdaptedTask):
     """A language model that learns from pairs of answers."""
 
-    _dropped = 0  # rows that the split read last lacks, see task.empty-texts
+    _dropped = 0  # rows dropped from the last read split; see task.empty-texts
 
     @override
     def _load(self) -> LoadedModel:
@@ -165,12 +165,12 @@ class PreferenceTuning(adapter_task.AdaptedTask):
 
     @cached_property
     def _of_chosen(self) -> TextGeneration:
-        """Return the task that reads prompts with their chosen answers, and tokenizes; it loads the base."""
+        """Return the task that reads prompts with their chosen answers, tokenizes them and loads the base."""
         return TextGeneration(self.config, self.adapter, self.device)
 
     @cached_property
     def _of_rejected(self) -> TextGeneration:
-        """Return the task that reads prompts with their rejected answers; it loads no base."""
+        """Return the task that reads prompts with their rejected answers, without loading a base."""
         task = self.config.task.model_copy(update={"target_column": self.config.task.rejected_column})
         return TextGeneration(self.config.model_copy(update={"task": task}), self.adapter, self.device)
 
@@ -207,12 +207,12 @@ class PreferenceTuning(adapter_task.AdaptedTask):
     def prepare(
         self, data: Path, split: str, share: DatasetShard | None = None, shelf: Path | None = None
     ) -> PreparedData:
-        """Prepare as `encode` does. Nothing is cached: the references are of this base in this precision."""
+        """Prepare like `encode`. Nothing is cached, because the references depend on this base in this precision."""
         return replace(super().prepare(data, split, share), dropped=self._dropped)
 
     @override
     def encode(self, examples: Examples) -> list[PreferenceExample]:
-        """Tokenize every pair, and compute its reference with the base. Raises TaskError for a row without a text."""
+        """Tokenize each pair and compute its reference with the base. Raises TaskError for a row with missing text."""
         triples = []
         for example in examples:
             source, chosen = self._of_chosen.read_texts(example)
@@ -241,18 +241,18 @@ class PreferenceTuning(adapter_task.AdaptedTask):
         return PreferenceBatch(answers, torch.tensor([row.reference for row in rows]))
 
     def _log_ratio(self, batch: TokenBatch) -> Float[Tensor, " pairs"]:
-        """Return log p(chosen) - log p(rejected) of each pair with the weights loaded last."""
+        """Return log p(chosen) - log p(rejected) for each pair with the last loaded weights."""
         given = {"input_ids": batch.ids, "attention_mask": batch.mask, "use_cache": False}
         counted = self._forward(given).flatten(0, 1)[batch.positions].float()
         log_likelihoods = -torch.nn.functional.cross_entropy(counted, batch.wanted, reduction="none")
         count, length = batch.ids.shape
-        # By place, because index_add adds in any order on CUDA.
+        # By position, because index_add adds in arbitrary order on CUDA.
         spread = torch.zeros(count * length, device=counted.device).index_put((batch.positions,), log_likelihoods)
         chosen, rejected = spread.view(count, length).sum(1).chunk(2)
         return chosen - rejected
 
     def _log_ratios(self, pairs: Sequence[tuple[TokenExample, TokenExample]]) -> Float[Tensor, " pairs"]:
-        """Return `_log_ratio` of all pairs, on the CPU; equal pairs in equal order give equal bits."""
+        """Return `_log_ratio` for all pairs, on the CPU; the same pairs in the same order give the same bits."""
         order = sorted(range(len(pairs)), key=lambda i: max(each.length for each in pairs[i]))
         ratios = torch.zeros(len(pairs))
         for part in self._parts(len(pairs)):
@@ -263,13 +263,13 @@ class PreferenceTuning(adapter_task.AdaptedTask):
 
     @torch.no_grad()
     def _margins(self, rows: Sequence[PreferenceExample]) -> Float[Tensor, " rows"]:
-        """Return how much more than the base the model prefers each chosen answer, in nats."""
+        """Return how much more strongly than the base the model prefers each chosen answer, in nats."""
         return self._log_ratios([(row.chosen, row.rejected) for row in rows]) - torch.tensor(
             [row.reference for row in rows]
         )
 
     def _loss(self, margins: Tensor) -> Tensor:
-        """Return -log sigmoid(beta * margin) of each margin."""
+        """Return -log sigmoid(beta * margin) for each margin."""
         return torch.nn.functional.softplus(-self.config.train.preference_beta * margins)
 
     @override
@@ -279,18 +279,19 @@ class PreferenceTuning(adapter_task.AdaptedTask):
 
     @override
     def mean_loss(self, encoded: Rows) -> float:
-        """Return the mean loss per pair with the weights loaded last."""
+        """Return the mean loss per pair with the last loaded weights."""
         return float(self._loss(self._margins(encoded)).mean())
 
     @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
         """Return "loss", "preference_accuracy" and "reward_margin" over evaluate.eval-examples pairs.
 
-        The accuracy is the share of pairs whose chosen answer the model prefers more than the base does; a pair that
-        it prefers as the base does counts half, so the base has 0.5. The margin is beta times the mean preference.
+        The accuracy is the fraction of pairs for which the model prefers the chosen answer more strongly than the base
+        does. A pair with the same preference counts half, so the base has accuracy 0.5. The margin is beta times the
+        mean preference.
 
         Raises:
-            TaskError: no examples, errors as in `encode`, or weights that do not match the spec.
+            TaskError: there are no examples, the weights do not match the spec, or as in `encode`.
         """
         if not examples:
             raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
@@ -305,11 +306,11 @@ class PreferenceTuning(adapter_task.AdaptedTask):
 
     @override
     def predict(self, weights: Weights, rows: Rows, generate: bool = False) -> Iterator[ExamplePrediction]:
-        """Yield the predictions of the chosen answers."""
+        """Yield the predictions for the chosen answers."""
         yield from self._of_chosen.predict(weights, [row.chosen for row in rows], generate)
 
     def samples(self, rows: Rows) -> tuple[Tensor, ...]:
-        """Token ids, wanted tokens and counted positions (pairs, 2, length), and references; see `PerExampleLoss`."""
+        """Return token ids, targets and counted positions (pairs, 2, length), and references; see `PerExampleLoss`."""
         batch = self.collate(rows)
         answers, shape = batch.answers, (2, len(rows), -1)
         wanted, counted = torch.zeros_like(answers.ids).flatten(), torch.zeros(answers.ids.numel())
@@ -318,9 +319,9 @@ class PreferenceTuning(adapter_task.AdaptedTask):
         return (*three, batch.reference.to(self.device))
 
     def sample_loss(self, weights: Mapping[str, Tensor], *sample: Tensor) -> Tensor:
-        """Return the loss of one pair. Padding needs no mask: it follows all targets."""
+        """Return the loss of one pair. Padding needs no mask, because it follows all targets."""
         ids, wanted, counted, reference = sample
-        everything = torch.ones(ids.shape, dtype=torch.long, device=ids.device)  # not of vmap: transformers reads it
+        everything = torch.ones(ids.shape, dtype=torch.long, device=ids.device)  # outside vmap: transformers reads it
         given = {"input_ids": ids, "attention_mask": everything, "use_cache": False}
         logits = self._logits_at(weights, given).float()
         losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")
@@ -328,5 +329,5 @@ class PreferenceTuning(adapter_task.AdaptedTask):
         return self._loss(rejected_more[1] - rejected_more[0] - reference)
 
     def write(self, weights: Weights, prompts: Sequence[str], images: Sequence[tuple[str, bytes]]) -> list[str]:
-        """Return the text after each prompt. Raises ConfigError for images, and without a prompt."""
+        """Return the generated text for each prompt. Raises ConfigError if there are images or no prompts."""
         return self._of_chosen.write(weights, prompts, images)

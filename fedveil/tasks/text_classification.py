@@ -1,21 +1,21 @@
 """Text classification: a language model learns the class of a text, or with task.multi-label all its classes.
 
-Base: any sequence classification model of transformers that reads one text, encoder (BERT) or decoder (Llama, which
-pools the last token before the padding). Texts are padded on the right, and cut at their end where they are too long
-(see `token_limits`); the log says how many are cut. A base without a head gets one from the run's seed; see
-`models.sequence_classifier`. LoRA has a
-pair at each linear layer of the head too, and its exported files contain the whole head.
+Base: any sequence classification model in transformers that reads one text: an encoder (BERT) or a decoder (Llama,
+which pools the last token before the padding). Texts are padded on the right and, if too long, truncated at the end
+(see `token_limits`); the log says how many are truncated. A base without a head gets a head drawn from the run's seed;
+see `models.sequence_classifier`. LoRA also adds a pair to each linear layer in the head, and the exported files contain
+the whole head.
 
 | in task.target-column | one class | task.multi-label |
 |---|---|---|
-| a name of task.class-names | that class | only that label |
-| several names between task.label-separator | refused | those labels |
-| an integer from 0, also as text, unless a class name is an integer | the class of that number | only that label |
-| a list of names or integers | refused | those labels; an empty list is no label |
-| an empty text | refused | no label |
+| a name in task.class-names | that class | only that label |
+| several names separated by task.label-separator | refused | those labels |
+| an integer from 0, also as text, unless a class name is an integer | the class with that number | only that label |
+| a list of names or integers | refused | those labels; no label for an empty list |
+| empty text | refused | no label |
 | no value | refused | refused |
 
-Loss: the mean cross entropy over texts, or for several labels the mean binary cross entropy over labels and texts.
+Loss: the mean cross entropy over texts or, with several labels, the mean binary cross entropy over labels and texts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -53,13 +53,13 @@ from fedveil.errors import TaskError
 from fedveil.models import base_files, bundled, loading, sequence_classifier
 from fedveil.models.library_logging import quiet_libraries
 from fedveil.models.loaded_model import LoadedModel
-from fedveil.training import class_scores
+from fedveil.training import class_scores, classifier_inputs
 from fedveil.training.adapter_task import AdaptedTask, check_task_config
 from fedveil.training.scored_examples import draw_scored
 
 __all__ = ["TextClassification", "class_names_of"]
 
-_AT_ONCE = 1000  # examples that are tokenized together
+_AT_ONCE = 1000  # examples tokenized together
 log = logging.getLogger("fedveil.data")
 
 
@@ -78,8 +78,8 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     """Create the task of `config`; the base is loaded on first use.
 
     Raises:
-        ConfigError: no class names, invalid ones, or an adapter or key that the task does not support.
-        TaskError: no base model at that path.
+        ConfigError: class names are missing or invalid, or the task does not support the adapter or a key.
+        TaskError: there is no base model at that path.
     """
     check_task_config(config, adapter, INFO)
     return TextClassification(config, adapter, loading.pick_device(device), class_names_of(config))
@@ -88,7 +88,7 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
 def class_names_of(config: RunConfig) -> tuple[str, ...]:
     """Return the names in task.class-names, by number.
 
-    Raises ConfigError for fewer than two, or one that contains the separator of labels.
+    Raises ConfigError if there are fewer than two names, or if a name contains the label separator.
     """
     return class_labels.require_class_names(config.task)
 
@@ -98,10 +98,10 @@ class LabelledText:
     """One encoded text.
 
     Attributes:
-        ids: its tokens, with those that the tokenizer adds.
-        label: its class; for several labels 1.0 or 0.0 for each class.
-        types: its token types, if the model reads them.
-        whole: its number of tokens before it was cut.
+        ids: the token ids, including tokens that the tokenizer adds.
+        label: the class or, with several labels, 1.0 or 0.0 for each class.
+        types: the token types, if the model reads them.
+        whole: the number of tokens before truncation.
     """
 
     ids: list[int]
@@ -120,10 +120,10 @@ class LabelledTextBatch:
     """A batch of texts, padded on the right.
 
     Attributes:
-        ids, mask: token ids, and 1 where they are not padding.
+        ids, mask: the token ids, and a mask that is 1 except at padding.
         labels: the class of each text (int64), or 0 or 1 for each text and class (float32).
-        tokens: number of tokens, without padding.
-        types: token types; None if the model reads none.
+        tokens: the number of tokens, without padding.
+        types: token types; None if the model does not read them.
     """
 
     ids: Int[Tensor, "rows length"]
@@ -134,7 +134,7 @@ class LabelledTextBatch:
 
     @property
     def terms(self) -> int:
-        """Return the number of texts, which are the terms of the loss."""
+        """Return the number of texts, which is the number of terms in the loss."""
         return len(self.labels)
 
     def pinned(self) -> LabelledTextBatch:
@@ -169,14 +169,20 @@ class TextClassification(AdaptedTask):
 
     @override
     def examples(self, data: Path, split: str, share: DatasetShard | None = None) -> Examples:
-        """Read the examples as `DatasetTable.examples` does. Class names that a Parquet file stores belong to them."""
+        """Read the examples as `DatasetTable.examples` does, with any class names that a Parquet file stores."""
         task = self.config.task
         table = tables.read_for_task(data, split, INFO, task)
-        feature = table.rows.features[task.target_column]
+        stored = self.stored_names(table.rows.features[task.target_column], table.folder)
+        return replace(table, class_names=stored).examples(split, share, self.config)
+
+    def stored_names(self, feature: Any, folder: str) -> tuple[str, ...]:
+        """Return the class names in `feature`, the target column's type of `datasets`; () if it has none.
+
+        They are noted for `require_shared_classes` as those of the data in `folder`.
+        """
         stored = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
-        table = replace(table, class_names=tuple(stored or ()))
-        self._numbering.note(table.class_names, table.folder)
-        return table.examples(split, share, self.config)
+        self._numbering.note(tuple(stored or ()), folder)
+        return tuple(stored or ())
 
     @override
     def require_shared_classes(self) -> None:
@@ -184,7 +190,7 @@ class TextClassification(AdaptedTask):
 
     @override
     def encode(self, examples: Examples) -> list[LabelledText]:
-        """Tokenize every example. Raises TaskError, with file and row, for one without text or with another label."""
+        """Tokenize every example. Raises TaskError, with file and row, for missing text or an invalid label."""
         given, context, model = self.config.task.max_tokens, self.base.context, self.config.task.model
         rows: list[LabelledText] = []
         limit = given or self._measure_length(examples)
@@ -196,13 +202,9 @@ class TextClassification(AdaptedTask):
                 LabelledText(ids, label, types, whole)
                 for (ids, types, whole), label in zip(encoded, labels, strict=True)
             ]
-        if cut := int(self.find_cut(rows).sum()):
-            lengths = np.array([row.whole for row in rows])
-            token_limits.require_whole(cut, lengths, given, context, model)
-            log.warning(
-                "task.max-tokens = %d: %s texts lose their end; %s", given, token_limits.describe_share(cut, len(rows)),
-                token_limits.describe_remedy(lengths, max(row.length for row in rows), given, context, model),
-            )  # fmt: skip
+        classifier_inputs.report_truncated(
+            [row.length for row in rows], [row.whole for row in rows], given, context, model
+        )
         return rows
 
     @override
@@ -210,16 +212,16 @@ class TextClassification(AdaptedTask):
         return np.array([row.length < row.whole for row in rows], bool)
 
     def _measure_length(self, examples: Examples) -> int:
-        """Return the most tokens of a text by the lengths of some of them, which are tokenized for that."""
+        """Return the maximum number of tokens in a text, from the lengths of a sample of texts, which it tokenizes."""
         texts = [self._text(examples[i]) for i in token_limits.spread_indices(len(examples))]
         return token_limits.length_of([len(ids) for ids in self._whole(texts)], self.base.context)
 
     def _whole(self, texts: Sequence[str]) -> list[list[int]]:
-        with quiet_libraries():  # it advises about each text that is too long
+        with quiet_libraries():  # transformers warns about each text that is too long
             return list(self.base.tokenizer(list(texts), truncation=False)["input_ids"]) if texts else []
 
     def _tokenize(self, texts: Sequence[str], limit: int) -> list[tuple[list[int], list[int], int]]:
-        """Return tokens, at most `limit`, token types, and the number of tokens of the whole text, for each text."""
+        """Return for each text at most `limit` tokens, their types, and the number of tokens before truncation."""
         with quiet_libraries():
             shortened = self.base.tokenizer(
                 list(texts), truncation=True, max_length=limit, return_token_type_ids=self._has_types
@@ -233,7 +235,7 @@ class TextClassification(AdaptedTask):
 
     @cached_property
     def _rows(self) -> int:
-        """Return the number of tokens that the base knows."""
+        """Return the base's vocabulary size."""
         return base_files.embedding_rows(self.base.model) or sys.maxsize
 
     @cached_property
@@ -271,68 +273,49 @@ class TextClassification(AdaptedTask):
     @override
     def collate(self, rows: Sequence[LabelledText]) -> LabelledTextBatch:
         """Return one batch, on the CPU."""
-        width, padding = max(len(row.ids) for row in rows), self.base.model.config.pad_token_id
-        room = [width - len(row.ids) for row in rows]
-        ids = torch.tensor([row.ids + [padding] * k for row, k in zip(rows, room, strict=True)])
-        mask = torch.tensor([[1] * len(row.ids) + [0] * k for row, k in zip(rows, room, strict=True)])
-        types = [row.types + [0] * k for row, k in zip(rows, room, strict=True)] if self._has_types else None
+        ids = classifier_inputs.pad_right([row.ids for row in rows], self.base.model.config.pad_token_id)
+        mask = classifier_inputs.pad_right([[1] * row.length for row in rows], 0)
+        types = classifier_inputs.pad_right([row.types for row in rows], 0) if self._has_types else None
         labels = torch.tensor([row.label for row in rows])
-        tokens = sum(len(row.ids) for row in rows)
-        return LabelledTextBatch(ids, mask, labels, tokens, None if types is None else torch.tensor(types))
-
-    def _inputs(self, ids: Tensor, mask: Tensor, types: Tensor | None) -> dict[str, Tensor]:
-        inputs = {"input_ids": ids, "attention_mask": mask}
-        return inputs if types is None else {**inputs, "token_type_ids": types}
+        return LabelledTextBatch(ids, mask, labels, sum(row.length for row in rows), types)
 
     def _logits(self, batch: LabelledTextBatch) -> Float[Tensor, "rows classes"]:
-        return self._forward(self._inputs(batch.ids, batch.mask, batch.types)).float()
+        return self._forward(classifier_inputs.model_inputs(batch.ids, batch.mask, batch.types)).float()
 
     def samples(self, rows: Sequence[LabelledText]) -> tuple[Tensor, ...]:
         """Return token ids, masks, labels and, if the model reads them, token types; see `PerExampleLoss`.
 
-        Raises TaskError for an encoder in which some layers read only the tokens nearby, such as ModernBERT.
+        Raises TaskError for an encoder with layers that attend only to nearby tokens, such as ModernBERT.
         """
-        layers = getattr(self.base.model.config, "layer_types", None) or ()
-        if not self.base.is_causal and len(set(layers)) > 1:
-            raise TaskError(
-                "task.model: expected an encoder in which each layer reads all tokens, for per-example gradients, "
-                f'found layers of {" and ".join(sorted(set(layers)))} in "{self.config.task.model}"; use another base, '
-                "or train without dp.*"
-            )
+        classifier_inputs.require_whole_attention(self.base, self.config.task.model)
         batch = self.collate(rows).to(self.device)
         return (batch.ids, batch.mask, batch.labels, *(() if batch.types is None else (batch.types,)))
 
     def sample_loss(self, weights: Mapping[str, Tensor], *sample: Tensor) -> Tensor:
         """Return the loss of one text."""
         ids, mask, label, *types = sample
-        # The library searches a mask of two dimensions for padding, which depends on values. A decoder needs none,
-        # because no token reads the padding behind it; an encoder uses one of four dimensions as it is.
-        seen = torch.ones(1, len(ids), dtype=torch.long, device=ids.device)
-        if not self.base.is_causal:
-            seen = mask.bool()[None, None, None, :].expand(1, 1, len(ids), len(ids))
-            if self.base.model.config._attn_implementation == "eager":  # it adds the mask
-                seen = torch.zeros(seen.shape, device=ids.device).masked_fill(~seen, torch.finfo(torch.float32).min)
-        inputs = self._inputs(ids[None], seen, types[0][None] if types else None)
+        seen = classifier_inputs.example_mask(self.base, ids, mask)
+        inputs = classifier_inputs.model_inputs(ids[None], seen, types[0][None] if types else None)
         return class_scores.loss_sum(self._logits_at(weights, inputs).float(), label[None])
 
     @override
     def loss_sum(self, batch: LabelledTextBatch) -> Tensor:
-        """Return the summed loss of the texts of `batch`, which is on the device.
+        """Return the summed loss of the texts in `batch`, which is on the device.
 
         Raises:
-            ConfigError: train.compile on a machine that does not support it.
+            ConfigError: train.compile is set on a machine that does not support it.
         """
         return class_scores.loss_sum(self._logits(batch), batch.labels)
 
     @override
     @torch.no_grad()
     def mean_loss(self, encoded: Sequence[LabelledText]) -> float:
-        """Return the mean loss per text with the weights loaded last."""
+        """Return the mean loss per text with the last loaded weights."""
         logits, labels = self._all(encoded)
         return float(class_scores.loss_sum(logits, labels)) / len(encoded)
 
     def _all(self, encoded: Sequence[LabelledText]) -> tuple[Tensor, Tensor]:
-        """Return logits and labels of all texts, in order, on the CPU."""
+        """Return the logits and labels of all texts, in order, on the CPU."""
         order = sorted(range(len(encoded)), key=lambda i: encoded[i].length)  # similar lengths need little padding
         logits = torch.zeros(len(encoded), len(self.names))
         for part in self._parts(len(order)):
@@ -345,11 +328,11 @@ class TextClassification(AdaptedTask):
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
         """Return "loss" and the scores of `class_scores` over evaluate.eval-examples examples; see `draw_scored`.
 
-        Scores that do not exist for these examples are left out, and the log says so.
+        Scores that do not exist for these examples are omitted, and the log says so.
 
         Raises:
-            TaskError: no examples, errors as in `encode`, weights that do not match the spec, or evaluate.metric is a
-                score that does not exist.
+            TaskError: there are no examples, the weights do not match the spec, evaluate.metric is a score that does
+                not exist, or as in `encode`.
         """
         if not examples:
             raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
@@ -362,7 +345,7 @@ class TextClassification(AdaptedTask):
     def predict(
         self, weights: Weights, rows: Sequence[LabelledText], generate: bool = False
     ) -> Iterator[ExamplePrediction]:
-        """Yield only the slice "target": one position, or with several labels one of two classes for each label."""
+        """Yield only the slice "target", with one position or, with several labels, a two-class position per label."""
         self.show(weights)
         for part in self._parts(len(rows)):
             chosen = [rows[i] for i in part]

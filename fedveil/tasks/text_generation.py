@@ -1,10 +1,10 @@
 """Text generation: a causal language model learns to continue a source with its target.
 
 An example is `source + "\\n" + target + end`, or both in the base's chat template (task.chat-template), or a
-conversation in that template, of which all answers are learned (task.messages-column). Its text is tokenized whole (see
-`tokenization`), and it has at most as many tokens as `token_limits` says: a conversation's oldest exchanges are left
-out first, then the source is cut at its end, then the target, and the log reports how many were cut. The code shared
-with other tasks is in `causal_lm`.
+conversation in that template, with all answers trained on (task.messages-column). The text of an example is tokenized
+as a whole (see `tokenization`) and limited to a number of tokens (see `token_limits`): a conversation's oldest
+exchanges are left out first, then the source is truncated at its end, then the target. The log reports how many
+examples were truncated. The code shared with other tasks is in `causal_lm`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from fedveil.training.scored_examples import draw_scored, draw_spread
 
 __all__ = ["Source", "TextGeneration"]
 
-Source = str | Conversation  # what stands before a target
+Source = str | Conversation  # the content before a target
 
 
 def _columns(task: TaskConfig) -> tuple[str, ...]:
@@ -86,9 +86,9 @@ INFO = TaskInfo(
     drops=True,
     templates=True,
 )
-_AT_ONCE = 1000  # examples that are tokenized together
-_MOST_TARGETS = 50  # of a source, in scoring
-_CUDA_MULTIPLE = 8  # for a batch's length: a GPU plans its kernels again for each new length
+_AT_ONCE = 1000  # examples tokenized together
+_MOST_TARGETS = 50  # targets per source in scoring
+_CUDA_MULTIPLE = 8  # for batch lengths, because a GPU plans its kernels again for each new length
 
 log = logging.getLogger("fedveil.data")
 
@@ -97,9 +97,9 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     """Create the task of `config`; the base is loaded on first use.
 
     Raises:
-        ConfigError: a quantized base under an adapter that would train it, train.compile with incompatible settings,
-            examples longer than a local base's context, or a device that does not exist.
-        TaskError: no base model at that path.
+        ConfigError: the adapter would train a quantized base, train.compile has incompatible settings, the context
+            of a local base is too short, or the device does not exist.
+        TaskError: there is no base model at that path.
     """
     adapter_task.check_task_config(config, adapter, INFO)
     loading.check_context(config, adapter, INFO.tiny())
@@ -110,7 +110,7 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
 class TextGeneration(causal_lm.CausalTask):
     """A language model that continues a source."""
 
-    _dropped = 0  # rows that the split read last lacks, see task.empty-texts
+    _dropped = 0  # rows dropped from the last read split; see task.empty-texts
 
     @override
     def _load(self) -> LoadedModel:
@@ -124,7 +124,7 @@ class TextGeneration(causal_lm.CausalTask):
         return self._selected(self._table(data, split), split, share)
 
     def _selected(self, table: tables.DatasetTable, split: str, share: DatasetShard | None) -> tables.TableSelection:
-        """Return the rows of a site; with task.empty-texts = "drop" without those that lack a text."""
+        """Return the rows of a site; with task.empty-texts = "drop", without rows in which text is missing."""
         chosen = table.examples(split, share, self.config)
         if self.config.task.empty_texts == "refuse":
             return chosen
@@ -147,17 +147,17 @@ class TextGeneration(causal_lm.CausalTask):
 
     @override
     def encode(self, examples: Examples) -> TokenizedDataset:
-        """Tokenize every example. Raises TaskError for one without text in one of the two columns."""
+        """Tokenize every example. Raises TaskError for an example without text in either of the two columns."""
         return self._require_whole(TokenizedDataset(tokenized_dataset.join_parts(self._parts_of(examples))))
 
     @override
     def prepare(
         self, data: Path, split: str, share: DatasetShard | None = None, shelf: Path | None = None
     ) -> PreparedData:
-        """Prepare as `encode` does; with a `shelf`, map the examples from it, or prepare them if it lacks them."""
+        """Prepare like `encode`; with a `shelf`, map the examples from the shelf if it has them, else prepare them."""
         files, print_ = split_files.split_files(data, split), self._tokens.fingerprint if shelf else ""
         if self.config.task.empty_texts == "drop":
-            shelf = None  # a cached set would not say how many rows it lacks
+            shelf = None  # a cached set would not say how many rows were dropped
         content = tables.digest_files(files) if print_ else ""
 
         def parts() -> Iterator[tokenized_dataset.Part]:
@@ -190,13 +190,13 @@ class TextGeneration(causal_lm.CausalTask):
         return rows.cuts > 0 if isinstance(rows, TokenizedDataset) else super().find_cut(rows)
 
     def _parts_of(self, examples: Examples, files: Sequence[Path] = ()) -> Iterator[tokenized_dataset.Part]:
-        """Yield the encoded examples, of these files, in parts; the next part is tokenized meanwhile."""
+        """Yield the encoded examples from these files in parts; the next part is tokenized meanwhile."""
 
         def tokenised(part: list[Example]) -> tuple[list[Example], list[tuple[Source, str]], list[MarkedTokens]]:
             texts = [self.read_texts(example) for example in part]
             return part, texts, self._conversations(texts)
 
-        self._tokens, self._frame  # noqa: B018  # the base is loaded here, not in a thread
+        self._tokens, self._frame  # noqa: B018  # load the base here rather than in a thread
         measured = () if self.config.task.max_tokens else token_limits.spread_indices(len(examples))
         limit = self._limit(self._conversations([self.read_texts(examples[i]) for i in measured]))
         every, forms, unanswered = iter(examples), Counter[str](), 0
@@ -219,14 +219,14 @@ class TextGeneration(causal_lm.CausalTask):
         return self._tokens.tokenize([self._marked(*pair) for pair in texts])
 
     def _marked(self, source: Source, target: str) -> MarkedText:
-        """Return the text of a source with its target; the last three marks are those of `PromptFrame`."""
+        """Return the text of a source and its target; the last three marks are those from `PromptFrame`."""
         if isinstance(source, str):
             return self._frame.conversation(source, target)
         return self._conversation_frame(len(source.earlier) + 1, bool(source.system)).fill(source, target)
 
     @cached_property
     def _conversation_frame(self) -> Callable[[int, bool], ConversationFrame]:
-        """Return a function that returns the frame of conversations with so many answers, and a system turn or none."""
+        """Return a function from the number of answers and the presence of a system turn to a conversation frame."""
 
         def refusal(expected: str, found: str) -> TaskError:
             return TaskError(
@@ -237,7 +237,7 @@ class TextGeneration(causal_lm.CausalTask):
         return cache(lambda count, system: conversation_frame(self.base.tokenizer, self._frame, count, system, refusal))
 
     def _limit(self, some: Sequence[MarkedTokens]) -> int:
-        """Return the most tokens of an example: task.max-tokens, or a length that follows `some` of the examples."""
+        """Return the maximum number of tokens in an example: task.max-tokens, or a length derived from `some`."""
         return self.config.task.max_tokens or token_limits.length_of(
             [self._whole_length(each) for each in some], self.base.context
         )
@@ -246,12 +246,12 @@ class TextGeneration(causal_lm.CausalTask):
         return len(self._frame.begin) + len(conversation.ids) + len(self._frame.end)
 
     def encode_pairs(self, triples: Sequence[tuple[Source, str, str]]) -> list[tuple[TokenExample, TokenExample]]:
-        """Return the examples of each source with its first and with its second target; a pair has one prompt.
+        """Return the examples for each source with its first and its second target; a pair shares one prompt.
 
-        A source that is cut leaves room for the longer of the two targets. A pair counts as cut if one of both is.
+        A truncated source leaves room for the longer target. A pair counts as truncated if either example is.
 
         Raises:
-            TaskError: too many are cut; see `token_limits`.
+            TaskError: too many pairs are truncated; see `token_limits`.
         """
         texts = [(source, target) for source, *targets in triples for target in targets]
         conversations = self._conversations(texts)
@@ -277,8 +277,8 @@ class TextGeneration(causal_lm.CausalTask):
         those sources (see text_metrics).
 
         Raises:
-            TaskError: no examples, weights that do not match the spec, or evaluate.metric is a score that says nothing
-                about the answers.
+            TaskError: there are no examples, the weights do not match the spec, or evaluate.metric is a score that says
+                nothing about the answers.
         """
         references = self._references(examples)
         self.show(weights)
@@ -306,7 +306,7 @@ class TextGeneration(causal_lm.CausalTask):
         return batches.collate_batch(rows, end, train.loss_mask == "all", width)
 
     def samples(self, rows: Sequence[TokenExample]) -> tuple[Tensor, Tensor, Tensor]:
-        """Token ids, the tokens that each position predicts, and 1 where the loss counts it; see `PerExampleLoss`."""
+        """Return token ids, the target token at each position, and 1 where the loss counts it; see `PerExampleLoss`."""
         batch = self.training_batch(rows)
         wanted, counted = torch.zeros_like(batch.ids).flatten(), torch.zeros(batch.ids.numel())
         wanted[batch.positions], counted[batch.positions] = batch.wanted, 1.0
@@ -314,21 +314,21 @@ class TextGeneration(causal_lm.CausalTask):
         return tuple(t.to(self.device) for t in (batch.ids, wanted.view(shape), counted.view(shape)))  # type: ignore[return-value]
 
     def sample_loss(self, weights: Mapping[str, Tensor], *sample: Tensor) -> Tensor:
-        """Return the mean loss per counted token of one example. Padding needs no mask: it follows all targets."""
+        """Return the mean loss per counted token of an example. Padding follows all targets, so it needs no mask."""
         ids, wanted, counted = sample
-        everything = torch.ones(1, len(ids), dtype=torch.long, device=ids.device)  # else: a search for padding
+        everything = torch.ones(1, len(ids), dtype=torch.long, device=ids.device)  # else: a padding search
         given = {"input_ids": ids[None], "attention_mask": everything, "use_cache": False}
         logits = self._logits_at(weights, given)[0]
         losses = torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="none")
         return (losses * counted).sum() / counted.sum()
 
     def generate(self, weights: Weights, sources: Sequence[Source]) -> list[str]:
-        """Return the text that the model with `weights` generates for each source: greedy, or by beam search."""
+        """Return the text that the model with `weights` generates for each source, greedily or by beam search."""
         self.show(weights)
         return self._generate(sources)
 
     def write(self, weights: Weights, prompts: Sequence[str], images: Sequence[tuple[str, bytes]]) -> list[str]:
-        """Return the text after each prompt, which is a source. Raises ConfigError for images, and without a prompt."""
+        """Return the generated text for each prompt, which is a source. Raises ConfigError for images or no prompts."""
         if images or not prompts:
             raise ConfigError(
                 "--prompt: expected at least one and no --image, because this run's model reads only text, found "
@@ -355,7 +355,7 @@ class TextGeneration(causal_lm.CausalTask):
     def _shortened(
         self, source: Source, tokens: MarkedTokens, text_of: Callable[[Source], MarkedText], limit: int
     ) -> MarkedTokens:
-        """Return the tokens of a conversation without the oldest exchanges, as few of them as make it fit."""
+        """Return the tokens of a conversation without the oldest exchanges, as few as needed to fit `limit`."""
         if isinstance(source, str) or self._whole_length(tokens) <= limit:
             return tokens
 
@@ -367,16 +367,16 @@ class TextGeneration(causal_lm.CausalTask):
         return without(least) if source.earlier else tokens
 
     def _fitted(self, source: Source, target: str, tokens: MarkedTokens, limit: int) -> TokenExample:
-        """Return the example of a source and its target, at most `limit` tokens."""
+        """Return the example for a source and its target, with at most `limit` tokens."""
         shorter = self._shortened(source, tokens, lambda each: self._marked(each, target), limit)
         row = self._row(shorter, limit)
         return row if shorter is tokens else replace(row, cut=max(1, row.cut), whole=self._whole_length(tokens))
 
     def _references(self, examples: Examples) -> dict[Source, list[str]]:
-        """Return the targets by source, for evaluate.eval-examples sources that are drawn as `draw_scored` does.
+        """Return the targets by source, for evaluate.eval-examples sources drawn in the same way as in `draw_scored`.
 
-        A source has at most _MOST_TARGETS of its targets, or its part of evaluate.eval-examples if that is more: a
-        source before all targets, such as one instruction, is scored on as many examples as others are.
+        A source keeps at most _MOST_TARGETS of its targets, or its share of evaluate.eval-examples if that is larger:
+        if all targets have the same source, such as one instruction, as many examples are scored as otherwise.
         """
         if not examples:
             raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
@@ -405,18 +405,18 @@ class TextGeneration(causal_lm.CausalTask):
             read_conversation(example.values.get(column))
         except EmptyTurnError:
             return True
-        except ConversationError:  # which is refused
+        except ConversationError:  # refused later
             return False
         return False
 
     def _filled(self, example: Example) -> tuple[str | None, str | None]:
-        """Return (source, target) of a row, None for each that it lacks."""
+        """Return (source, target) of a row, with None for a missing one."""
         task = self.config.task
         return self._source.fill(example.values), filled_text(example.values.get(task.target_column))
 
     def read_texts(self, example: Example) -> tuple[Source, str]:
-        """Return (source, target) of a row. Raises TaskError naming the columns that have no text, or the turn that a
-        run cannot read.
+        """Return (source, target) of a row. Raises TaskError naming the columns that have no text, or the turn that
+        cannot be read.
         """
         if self.config.task.messages_column:
             return self._read_conversation(example)
@@ -441,14 +441,14 @@ class TextGeneration(causal_lm.CausalTask):
                 f'task.data: column "{column}" of {example.where}: {error}; correct or drop the row'
                 f"{drop if isinstance(error, EmptyTurnError) else ''}"
             ) from None
-        try:  # here, where the row is known
+        try:  # built here, where the row is known
             self._conversation_frame(len(source.earlier) + 1, bool(source.system))
         except TaskError as error:
             raise TaskError(f"{error} ({example.where})") from None
         return source, target
 
     def _require_whole(self, rows: TokenizedDataset) -> TokenizedDataset:
-        """Log how many of the examples are too long, and return them. Raises TaskError for too many; `token_limits`."""
+        """Log how many examples are too long, and return all. Raises TaskError if too many are; see `token_limits`."""
         given, sources = self.config.task.max_tokens, int((rows.cuts > 0).sum())
         if sources:
             about = given, self.base.context, self.config.task.model
@@ -479,22 +479,22 @@ class TextGeneration(causal_lm.CausalTask):
         return frame
 
     def _prompt(self, prompt: MarkedTokens, limit: int) -> list[int]:
-        """Return a prompt's tokens, at most `limit`; a long source is cut at its end."""
+        """Return at most `limit` tokens of a prompt; a long source is truncated at its end."""
         begin, (start, end) = self._frame.begin, prompt.marks[:2]
         over = max(0, len(begin) + len(prompt.ids) - limit)
         kept = max(start, end - over)
         return [*begin, *prompt.ids[:kept], *prompt.ids[max(kept, end) :]][-max(1, limit) :]
 
     def _row(self, conversation: MarkedTokens, room: int) -> TokenExample:
-        """Return the example of a conversation's tokens, at most `room` of them."""
+        """Return an example with at most `room` of a conversation's tokens."""
         frame, ids = self._frame, conversation.ids
         *earlier, start, end, answers = conversation.marks
         whole = [*ids[answers:], *frame.end]
-        framing = len(frame.begin) + answers - (end - start)  # the prompt's tokens without the source's
+        framing = len(frame.begin) + answers - (end - start)  # the prompt tokens other than the source tokens
         answer = whole[: max(1, room - framing)]
         prompt = self._prompt(MarkedTokens(ids[:answers], (start, end)), room - len(answer))
         cut = 2 if len(answer) < len(whole) else int(len(prompt) < len(frame.begin) + answers)
-        bounds = [] if cut else [len(frame.begin) + mark for mark in earlier]  # a cut one is a single exchange
+        bounds = [] if cut else [len(frame.begin) + mark for mark in earlier]  # if truncated, a single exchange
         bounds.append(len(prompt))
         gaps = tuple(zip(bounds[1::2], bounds[2::2], strict=True))
         return TokenExample(prompt + answer, bounds[0], gaps=gaps, cut=cut, whole=self._whole_length(conversation))

@@ -1,17 +1,17 @@
-"""Vision and language: a vision-language model learns to caption images, or to answer questions about them.
+"""Vision and language: a vision-language model learns to caption images or to answer questions about them.
 
 | form | when | prompt (after the image) | target |
 |---|---|---|---|
-| caption | neither column below is given | `CAPTION_PROMPT` | task.target-column: a text, or a list of them |
-| open question | task.source-column is given | task.source-column | task.target-column: a text, or a list of them |
+| caption | neither column below is given | `CAPTION_PROMPT` | task.target-column: text, or a list of texts |
+| open question | task.source-column is given | task.source-column | task.target-column: text, or a list of texts |
 | choice | task.choices-column is set | task.source-column, the choices as letters, `CHOICE_PROMPT`
   | task.target-column: index of the right choice |
 
-The prompts use the processor's own chat template, image first. They are the prompts with which
-LLaVA-style models are commonly tuned and scored. A question may have a hint (task.hint-column):
-"Context: ..." before it. An example that is too long (see `token_limits`) loses the end of its hint first, then that
-of its target. An adapter of the language model is trained; vision tower and connector are frozen. Several captions of
-an image are as many training examples, but one image for scoring.
+The prompts use the processor's own chat template, with the image first. LLaVA-style models are commonly tuned and
+scored with these prompts. A question may have a hint (task.hint-column), which precedes it as "Context: ...". An
+example that is too long (see `token_limits`) loses the end of its hint first, then the end of its target. An adapter
+on the language model is trained; the vision tower and the connector are frozen. Each caption of an image is a separate
+training example, but scoring counts the image once.
 
 Images are bytes (as `datasets` stores them: {"bytes", "path"}) or paths relative to the data file.
 """
@@ -61,7 +61,8 @@ _OF_TOKENS = {"input_ids", "attention_mask"}
 
 
 def _asks(task: TaskConfig) -> bool:
-    """Return whether each image has a question. The default of task.source-column, another task's, names none."""
+    """Return whether each image has a question. The default of task.source-column is for another task and names no
+    question."""
     return bool(task.choices_column) or task.source_column != type(task).model_fields["source_column"].default
 
 
@@ -71,8 +72,7 @@ def _columns(task: TaskConfig) -> tuple[str, ...]:
 
 
 def _texts(task: TaskConfig) -> tuple[str, ...]:
-    """Return the columns whose numbers are read as text, as written in the file; an index of a choice stays a
-    number."""
+    """Return the columns whose numbers are read as text, as written in the file; a choice index stays a number."""
     if task.choices_column:
         return (task.choices_column,)
     return (task.source_column, task.target_column) if _asks(task) else ()
@@ -90,14 +90,14 @@ INFO = TaskInfo(
     texts=_texts,
 )
 
-Inputs = Mapping[str, Tensor]  # the model's inputs for an image: (1, ...) each
+Inputs = Mapping[str, Tensor]  # the model inputs for an image, each with shape (1, ...)
 
 
 def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     """Create the task of `config`; the base is loaded on first use. Raises the same errors as text generation.
 
     Raises:
-        ConfigError: also a hint without questions.
+        ConfigError: also for a hint without questions.
     """
     if config.task.hint_column and not _asks(config.task):
         raise ConfigError(
@@ -110,14 +110,14 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
 
 
 def prompt_of_choices(question: str, choices: Sequence[str]) -> str:
-    """Return the question, its choices as lettered lines, and how to answer."""
+    """Return the question, its choices as lettered lines, and an instruction on how to answer."""
     options = "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False))
     return f"{question}\n{options}\n{CHOICE_PROMPT}"
 
 
 @dataclass(frozen=True)
 class ImageTextExample(TokenExample):
-    """An example with an image: `ids` has one image token per image part, `inputs` returns the image's model inputs."""
+    """An example with an image: `ids` has one image token per image part, and `inputs` returns the model inputs."""
 
     inputs: Callable[[], Inputs]
 
@@ -140,7 +140,7 @@ class _Asked:
 
 @final
 class VisionLanguage(causal_lm.CausalTask):
-    """A model that captions images, or answers questions about them, with or without given choices."""
+    """A model that captions images or answers questions about them, with or without multiple choice."""
 
     @override
     def _load(self) -> LoadedModel:
@@ -156,15 +156,15 @@ class VisionLanguage(causal_lm.CausalTask):
         """Return a tokenized example for each target of each image, with the image as model inputs.
 
         Raises:
-            TaskError: an image that does not decode, or a row without target, with file and row.
-            ConfigError: a prompt that leaves no room for an answer.
+            TaskError: an image does not decode or a row has no target, with the file and row.
+            ConfigError: a prompt leaves no room for an answer.
         """
         asked = [self._asked(example, _reading(examples, i)) for i, example in enumerate(examples)]
         decoding.note_conversions([image_conversions(each.image(), each.where) for each in asked])
         return [row for of_image in self._encoded(asked) for row in of_image]
 
     def _encoded(self, asked: Sequence[_Asked]) -> list[list[ImageTextExample]]:
-        """Return the examples of each image, at most as long as `token_limits` says. Raises as `encode` does."""
+        """Return the examples of each image, limited in length as `token_limits` says. Raises like `encode`."""
         room = decoding.DecodeMemoryLimit(_KEPT_BYTES)
         given, context = self.config.task.max_tokens, self.base.context
         most = given or context or sys.maxsize
@@ -190,12 +190,12 @@ class VisionLanguage(causal_lm.CausalTask):
     @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
         """ "loss" over all targets of evaluate.eval-examples images (see `draw_scored`); with `generate` also
-        exact_match, and without choices bleu_1 to bleu_4, rouge_l, cider and cider_r of one text an image, except those
-        that say nothing about such short answers (see `text_metrics.select_telling`).
+        exact_match and, without choices, bleu_1 to bleu_4, rouge_l, cider and cider_r of one text per image, except
+        scores that say nothing about short answers (see `text_metrics.select_telling`).
 
         Raises:
-            TaskError: no examples, errors as in `encode`, weights that do not match the spec, or evaluate.metric is a
-                score that says nothing about the answers.
+            TaskError: there are no examples, the weights do not match the spec, evaluate.metric is a score that says
+                nothing about the answers, or as in `encode`.
         """
         if not examples:
             raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
@@ -213,16 +213,16 @@ class VisionLanguage(causal_lm.CausalTask):
         return scores
 
     def generate(self, weights: Weights, examples: Examples) -> list[str]:
-        """Return the text that the model with `weights` generates about each image: greedy, or by beam search."""
+        """Return the text that the model with `weights` generates about each image, greedily or by beam search."""
         self.show(weights)
         return self._texts_of([rows[0] for rows in self._encoded([self._asked(example) for example in examples])])
 
     def write(self, weights: Weights, prompts: Sequence[str], images: Sequence[tuple[str, bytes]]) -> list[str]:
-        """Generate a text about each image; at most one prompt may replace the caption prompt.
+        """Generate text about each image; at most one prompt may replace the caption prompt.
 
         Raises:
-            ConfigError: no image, several prompts, or none if the run learned to answer questions.
-            TaskError: an image that does not decode.
+            ConfigError: there are no images or several prompts, or no prompt although the run trained on questions.
+            TaskError: an image does not decode.
         """
         asks = _asks(self.config.task)
         if not images or len(prompts) > 1 or (asks and not prompts):
@@ -238,14 +238,17 @@ class VisionLanguage(causal_lm.CausalTask):
 
     @override
     def collate(self, rows: Sequence[TokenExample]) -> TokenBatch:
-        """Return one batch, on the CPU, with the model inputs of its images."""
+        """Return one batch, on the CPU, with the model inputs for its images."""
         batch = super().collate(rows)
         # Not in threads: the processor calls a tokenizer, which is not thread-safe.
         inputs = [row.inputs() for row in rows if isinstance(row, ImageTextExample)]
         return replace(batch, inputs={key: torch.cat([each[key] for each in inputs]) for key in inputs[0]})
 
     def _asked(self, example: Example, again: Callable[[], Example] | None = None) -> _Asked:
-        """`again` reads the example once more where its image is needed; without it, the example itself is kept."""
+        """Return the image, prompt and answers of an example.
+
+        `again` reads the example again when its image is needed; without `again`, the example itself is kept.
+        """
         task, where, values = self.config.task, example.where, example.values
         read = again or (lambda: example)
 
@@ -286,7 +289,7 @@ class VisionLanguage(causal_lm.CausalTask):
         return _Asked(image, prompt, [LETTERS[answer]], where, _hint(example, task.hint_column))
 
     def _rows(self, asked: _Asked, room: decoding.DecodeMemoryLimit, limit: int, most: int) -> list[ImageTextExample]:
-        """Return the examples of an image, of at most `limit` tokens; a prompt without a hint may have `most`."""
+        """Return an image's examples, with at most `limit` tokens; a prompt without a hint may have up to `most`."""
         tokenizer, whole = self.base.tokenizer, asked.hint
         prompt, inputs = self._seen(asked)
         uncut = len(prompt)
@@ -313,7 +316,7 @@ class VisionLanguage(causal_lm.CausalTask):
     def _answered(self, prompt: list[int], text: str, target: str) -> tuple[list[int], int]:
         """Return the tokens of a prompt with its answer, and the position of the answer.
 
-        The whole text is tokenized once more, with one token for the image, and gives the tokens from the first that
+        The whole text is tokenized again, with one token for the image, and provides the tokens from the first one that
         the answer changes.
         """
         asked, whole = self._tokens.tokenize(
@@ -346,7 +349,7 @@ class VisionLanguage(causal_lm.CausalTask):
             return dict(self.base.processor(images=[image], text=[self._prompt_text(asked)], return_tensors="pt"))
 
     def _seen(self, asked: _Asked) -> tuple[list[int], dict[str, Tensor]]:
-        """Return the prompt's tokens, one for each part of the image, and the model inputs of the image."""
+        """Return the prompt tokens, with one token per part of the image, and the model inputs for the image."""
         encoding = self._processed(asked)
         ids: list[int] = encoding.pop("input_ids")[0].tolist()
         inputs = {name: value for name, value in encoding.items() if name not in _OF_TOKENS}
@@ -358,7 +361,7 @@ class VisionLanguage(causal_lm.CausalTask):
         return ids, inputs
 
     def _kept(self, asked: _Asked, inputs: dict[str, Tensor], room: decoding.DecodeMemoryLimit) -> Callable[[], Inputs]:
-        """Return `inputs`, which are cached if there is room, and otherwise computed again."""
+        """Return a function that returns `inputs`: cached if there is room, otherwise computed again."""
         if room.holds(sum(value.nbytes for value in inputs.values())):
             return lambda: inputs
         names = list(inputs)
@@ -375,7 +378,7 @@ def _reading(examples: Examples, index: int) -> Callable[[], Example]:
 
 
 def _hint(example: Example, column: str) -> str:
-    """Return the hint of a question, which may be missing."""
+    """Return the hint for a question; the hint may be missing."""
     value = example.values.get(column) if column else ""
     if not isinstance(value, str | None):
         raise TaskError(
@@ -386,7 +389,7 @@ def _hint(example: Example, column: str) -> str:
 
 
 def _answers(example: Example, column: str, name: str) -> list[str]:
-    """Return the captions of an image, or the answers to its question: at least one, none empty."""
+    """Return the captions of an image or the answers to its question: at least one, and none of them empty."""
     value = example.values.get(column)
     given = value if isinstance(value, list) else [value]
     answers = [text for each in given if (text := as_text(each)) is not None and text.strip()]

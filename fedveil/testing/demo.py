@@ -1,6 +1,6 @@
-"""The demo's arms in one process, without Flower and without controls, for its figures over many seeds.
+"""Run the demo's arms in one process, without Flower and without controls, to get its figures over many seeds.
 
-Not covered by compatibility.
+Not covered by the compatibility promise.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ __all__ = [
     "worst_by_chance",
 ]
 
-# What a run in one process has no use for; without a ledger it refuses dp.epsilon, a bound that nothing would enforce.
+# Keys without effect in a run in one process, which also refuses dp.epsilon: no ledger would enforce that bound.
 _OF_A_SERVER = ("task.evaluation", "run.capture-messages", "dp.epsilon")
 
 
 def run_demo_arms(arms: Mapping[str, tuple[str, str]], seed: int, changes: Mapping[str, Any]) -> list[TradeoffRun]:
-    """Train and attack each arm, a method and a defense, on the same examples; return the runs for the comparison.
+    """Train and attack each arm, a (method, defense) pair, on the same examples; return the runs to compare.
 
     Args:
-        arms: methods and defenses by the run's name.
-        seed: the run's seed: members, first weights and draws.
-        changes: run config settings that replace the demo's.
+        arms: method and defense by run name.
+        seed: the run seed, which determines members, initial weights and random draws.
+        changes: run config settings that override the demo's.
     """
     runs, bases = list[TradeoffRun](), dict[str, SitePlacements]()
     for name, (method, defense) in arms.items():
@@ -87,7 +87,7 @@ def _loss(local: LocalFederation, tests: Sequence[Any]) -> float:
 
 
 def _scores(local: LocalFederation, tap: MessageCapture) -> tuple[dict[str, Sides], dict[str, Sides]]:
-    """Return the scores of each site's examples on what the server has of it, and on another site's upload."""
+    """Return the scores of each site's examples on the server's view of the site, and on another site's upload."""
     config, task, sites = local.config, local.task, list(local.federation.sites)
     server = local.federation.models()["server"]
     view, sums, _ = secagg_views(tap, local.federation.exchange, config, server)

@@ -1,6 +1,6 @@
 """Run a federation over gRPC on this machine: start and stop its processes, and find free ports.
 
-Not covered by compatibility.
+Not covered by the compatibility promise.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""A server that shows one site the true broadcast and all others zeros, so that it knows what the others send.
+"""A server that sends one site the true broadcast and all others zeros, so that it can predict the others' uploads.
 
 Pasquini, Francati, Ateniese: Eluding Secure Aggregation in Federated Learning via Model Inconsistency. 2022.
 
-From zeros every site trains to the same upload, whatever its examples are, if they have the classes that the server
-expects. The server subtracts it from the sum, and what is left is the upload of one site. It names to each site the
-digest of the message that this site gets, because a site refuses any other. So two sites with other messages mask for
-other plans, and their masks do not cancel.
+Starting from zeros, every site trains to the same upload whatever its examples are, as long as they have the classes
+that the server expects. The server subtracts these uploads from the sum, and the upload of one site is left. It gives
+each site the digest of the message that this site receives, because a site refuses any other digest. So two sites with
+different messages mask for different plans, and their masks do not cancel.
 
-Not covered by compatibility.
+Not covered by the compatibility promise.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def capture_isolated_uploads(
     sites: Sequence[str],
     folder: Path,
 ) -> MessageCapture:
-    """Attack each site in a first round of its own. Return captured messages with what the server has in its place.
+    """Attack each site in a separate first round. Return a capture with the server's estimate of each upload.
 
-    An upload of the capture is the masked vectors of all sites together, without the masks that the server could take
-    off, and without what the other sites sent. Read it as a masked upload.
+    Each captured upload is the sum of all sites' masked vectors, minus the masks that the server could remove and minus
+    the other sites' predicted uploads. Read it as a masked upload.
 
     Args:
-        config: the sections secure and run are read; the method sends every site the same message.
+        config: only the sections secure and run are read; the method must send every site the same message.
         server: the state from which the target trains.
         trainer_for: returns a site's trainer.
         guess_for: returns a trainer on the server's own examples, with as many of each class as the site has.
@@ -104,9 +104,9 @@ class _LyingRound:
         return b"".join(self.exchange.packed(self._states[site], self._context(site)).parts)
 
     def remove_masks(self, trainer_for: TrainerFor) -> tuple[Integers, UploadAttachment]:
-        """Return the sum of the masked vectors with the masks off, if the sites open it; else as it came.
+        """Return the sum of the masked vectors: unmasked if the sites open it, otherwise still masked.
 
-        The second value is any site's attachment.
+        The second value is one of the sites' attachments; it does not matter which.
         """
         uploads: dict[str, UploadAttachment] = {}
         total: Any = 0
@@ -125,16 +125,16 @@ class _LyingRound:
         return replace(self._sums.terms(plan), is_alike=True)
 
     def _open(self, plan: AttemptPlan, uploads: Mapping[str, UploadAttachment], total: Integers) -> Integers:
-        """Ask every site to open the sum of all of them under a plan. Raises QuorumError if too few shares come."""
+        """Ask every site to open the sum of all sites under a plan. Raises QuorumError if too few shares arrive."""
         attempt = UnmaskingAttempt.from_pending(plan, "", uploads, total)
-        attempt.in_sum = tuple(self.sites)  # the liar does not check what it has
+        attempt.in_sum = tuple(self.sites)  # the lying server does not check what it has
         for site, asked in attempt.open_requests().items():
             with contextlib.suppress(PolicyError, WireError):
                 attempt.take_opening(site, self._sums.sites[site].open(asked))
         return attempt.total()
 
     def known_vector(self, guess_for: TrainerFor, site: str) -> Integers:
-        """Return what a site sends that trains from zeros."""
+        """Return the upload of a site that trains from zeros."""
         ctx = self._context(site)
         received = [self.exchange.opened(self.message_to(site), ctx)]
         trainer = guess_for(site, ctx)
@@ -144,7 +144,7 @@ class _LyingRound:
         return vector
 
     def pack(self, vector: Integers, attached: UploadAttachment) -> bytes:
-        """Return a message with this vector."""
+        """Pack the vector and the attachment into a message."""
         signed = torch.from_numpy(np.ascontiguousarray(vector).view(f"<i{self._codec.bits // 8}"))
         stamp = EnvelopeStamp.from_exchange(self.exchange.method, self.exchange.name, 0, "up")
         sent = Payload({"sum": signed, "attached": attached.to_bytes()})

@@ -1,11 +1,11 @@
-"""Real sites with their stores, and a server that asks them what it likes and adds up what it learns.
+"""Real sites with their stores, and a server that may ask them anything and combines what it learns.
 
-What the server knows is computed from real answers. A masked vector is y_i = x_i + own mask + pair masks, and every
-mask is unknown until t of its secret's shares are known, or its secret. For a plan of the whole cohort, which has no
-shares, there is no own mask. What is left is a system of linear equations;
-`ComputableSums` are the combinations of the masked vectors in which no unknown mask remains.
+The server's knowledge is computed from real answers. A masked vector is y_i = x_i + own mask + pair masks, and a mask
+is unknown until its secret, or t shares of that secret, are known. A plan for the whole cohort has no shares and no own
+masks. What remains is a system of linear equations; `ComputableSums` are the combinations of masked vectors that
+contain no unknown mask.
 
-The attacker of tests and benchmarks of secure aggregation (fedveil/federation/secagg).
+This is the attacker in tests and benchmarks of secure aggregation (fedveil/federation/secagg).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def site_names(count: int) -> list[str]:
 
 @contextlib.contextmanager
 def remembered_signatures() -> Iterator[None]:
-    """Verify each signature once, and remember the result: a search repeats the same requests thousands of times."""
+    """Verify each signature once and cache the result, as a search repeats the same requests thousands of times."""
     known: dict[tuple[bytes, bytes, bytes], bool] = {}
     verify = crypto.is_signed
 
@@ -67,14 +67,14 @@ def remembered_signatures() -> Iterator[None]:
 
 
 def with_fields(statement: Statement, **changes: Any) -> Statement:
-    """Return the statement with other values, checked as one that came over the wire."""
+    """Return the statement with changed values, validated as if it had come over the wire."""
     changed = type(statement).model_validate(statement.model_dump() | changes)
     read: Statement = type(statement).from_bytes(changed.to_bytes())
     return read
 
 
 def terms_of(plan: AttemptPlan, roster: str = "", **changes: Any) -> RoundTerms:
-    """Return what a site knows of the client round if the server wrote the run config to fit the plan."""
+    """Return a site's knowledge of the client round, if the server wrote the run config to match the plan."""
     return replace(
         RoundTerms(
             plan.run, plan.round, plan.attempt, plan.bits, plan.most_weight, plan.bound, plan.noise, plan.least,
@@ -87,7 +87,7 @@ def terms_of(plan: AttemptPlan, roster: str = "", **changes: Any) -> RoundTerms:
 
 @dataclass(frozen=True)
 class ObservedUpload:
-    """A masked vector that the server got, and the true one, which only the tests know."""
+    """A masked vector that the server received, and the true vector, which only the tests know."""
 
     site: str
     plan: AttemptPlan
@@ -98,7 +98,7 @@ class ObservedUpload:
 
     @property
     def unknown(self) -> tuple[str, int, str]:
-        """Return the unknown of the linear equations that the true vector is."""
+        """Return the key of the true vector as an unknown in the linear equations."""
         return self.site, self.plan.round, self.plan.broadcast
 
 
@@ -109,12 +109,12 @@ class LyingServer:
     """A server, its colluding sites with their keys and stores, and honest sites that it can ask.
 
     Attributes:
-        honest, colluders: names.
-        sites: real ones, colluders too.
-        uploads: those of honest sites.
-        numbered: those of all games, by their number.
-        shares: by what they are of, all that were opened or that colluders hold.
-        asked: counts of requests, by kind and whether they were answered.
+        honest, colluders: site names.
+        sites: the real sites, including colluders.
+        uploads: the uploads of honest sites.
+        numbered: the uploads in all games, by number.
+        shares: all shares that were opened or that colluders hold, by the secret they belong to and their holder.
+        asked: number of requests, by kind and whether they were answered.
     """
 
     def __init__(
@@ -145,24 +145,24 @@ class LyingServer:
         self.shares: dict[ShareKey, bytes] = {}
         self.signatures: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
         self.asked: Counter[tuple[str, bool]] = Counter()
-        self._private: dict[str, bytes] = {}  # of colluders, by public half
+        self._private: dict[str, bytes] = {}  # the colluders' private keys, by public key
 
     # Plans
 
     def prekey(self, site: str) -> Prekey:
-        """Return a site's unspent prekey; of a colluder the server takes the private half too."""
+        """Return a site's unused prekey; if it is a colluder, the server takes the private half too."""
         prekey = self.sites[site].ready(KeysRequest(run=RUN)).prekey
         if site in self.colluders:
             state = self.sites[site].store.load()
             if state is None or state.next is None:
-                raise StateError(f"{site}: expected the prekey that it has just named in its state, found none")
+                raise StateError(f"{site}: expected the prekey that it just announced in its state, found none")
             self._private[prekey.key] = bytes.fromhex(state.next.private)
         return prekey
 
     def plan(
         self, round_: int = 0, attempt: int = 0, cohort: Collection[str] | None = None, **changes: Any
     ) -> AttemptPlan:
-        """Return a plan for these sites with numbers as a server that follows the protocol would have them."""
+        """Return a plan for these sites, by default with the numbers of a server that follows the protocol."""
         members = tuple(self.prekey(site) for site in sorted(cohort or self.names))
         colluding = changes.get("colluding", 1)
         quorum = changes.get("quorum", quorum_of(0, len(members), colluding))
@@ -209,7 +209,7 @@ class LyingServer:
         agreed: dict[str, str] | None = None,
         rows: dict[str, str] | None = None,
     ) -> OpenResponse | None:
-        """Ask a site for its shares; None if it refuses. The certificate is the best that the server has."""
+        """Ask a site for its shares; None if it refuses. By default, the certificate is the best the server has."""
         in_sum = tuple(sorted(in_sum))
         request = OpenRequest(
             plan=plan,
@@ -230,7 +230,7 @@ class LyingServer:
         return answer
 
     def certificate(self, plan: AttemptPlan, in_sum: Collection[str]) -> dict[str, str]:
-        """Return the signatures of a list that honest sites gave, and those that the colluders make."""
+        """Return the signatures of a list: those that honest sites gave, and those that colluders create."""
         listed = list_digest(plan.digest, in_sum)
         text = agreed_text(plan, listed)
         own = {
@@ -243,7 +243,7 @@ class LyingServer:
     def rows(
         self, holder: str, plan: AttemptPlan, in_sum: Collection[str], source: AttemptPlan | None = None
     ) -> dict[str, str]:
-        """Return the rows to a holder, from the uploads for a plan; garbage where there is none."""
+        """Return the rows for a holder, from the uploads for a plan; garbage for dealers without an upload."""
         wanted = (source or plan).digest
         made = {upload.site: upload.attached.rows for upload in self.uploads if upload.plan.digest == wanted}
         dealers = [dealer for dealer in plan.cohort if dealer in in_sum and holder in plan.holders(dealer)]
@@ -268,7 +268,7 @@ class LyingServer:
         return found
 
     def _opened_shares(self, holder: str, plan: AttemptPlan, answer: OpenResponse) -> dict[ShareKey, bytes]:
-        """Return an answer's shares by the secrets that they are of, which the dealers' digests tell."""
+        """Return an answer's shares by the secrets they belong to, as identified by the dealers' digests."""
         texts = [(dealer, "", text) for dealer, text in answer.own.items()]
         texts += [(dealer, other, text) for dealer, pairs in answer.pairs.items() for other, text in pairs.items()]
         found = {}
@@ -278,7 +278,7 @@ class LyingServer:
         return found
 
     def _share_of(self, holder: str, dealer: str, other: str, plan: AttemptPlan, share: bytes) -> ShareKey | None:
-        """Find the secret that a share is of: most likely as the server asked, but any plan's and partner's will do."""
+        """Find the secret that a share belongs to: most likely the one requested, but any plan and partner will do."""
         of_dealer = [upload for upload in self.numbered if upload.site == dealer]
         for upload in sorted(of_dealer, key=lambda upload: upload.plan.digest != plan.digest):
             digests = upload.attached.shares.get(holder)
@@ -292,9 +292,9 @@ class LyingServer:
         return None
 
     def secret(self, upload: ObservedUpload, other: str) -> bytes | None:
-        """Return the secret of the upload's own mask ("") or of a pair, if t shares of it are known."""
+        """Return the secret of the upload's own mask (if `other` is "") or of a pair, if t of its shares are known."""
         plan = upload.plan
-        if plan.is_whole:  # no share of it exists
+        if plan.is_whole:  # the secret is not shared
             return None
         shares = {
             plan.place(upload.site, holder): self.shares[upload.number, other, holder]
@@ -306,7 +306,7 @@ class LyingServer:
         return shamir.combine_shares(dict(itertools.islice(shares.items(), plan.threshold)))
 
     def pair_secret(self, upload: ObservedUpload, other: str) -> bytes | None:
-        """Return the secret of a pair from shares of either end, or because the other end works with the server."""
+        """Return a pair's secret, from shares of either end, or because the other end colludes with the server."""
         plan = upload.plan
         if other in self.colluders:
             private = self._private[plan.by_name[other].key]
@@ -338,13 +338,13 @@ class LyingServer:
 
     def _is_known(self, upload: ObservedUpload, other: str) -> bool:
         plan = upload.plan
-        if plan.is_whole:  # a vector has no mask of its own, and no share of a pair's exists
+        if plan.is_whole:  # vectors have no own mask, and pair secrets are not shared
             return not other
         shares = sum((upload.number, other, holder) in self.shares for holder in plan.holders(upload.site))
         return shares >= plan.threshold
 
     def unmasked(self, combination: Mapping[int, int]) -> NDArray[np.uint32]:
-        """Return a combination of the masked vectors without the masks that are known, by the number of the upload."""
+        """Return a combination of masked vectors, given by upload number, with all known masks removed."""
         total = np.zeros(LENGTH, np.uint32)
         for number, factor in combination.items():
             upload, p = self.numbered[number], self.numbered[number].plan.digest
@@ -368,7 +368,7 @@ class LyingServer:
 
 
 def true_vector(site: str, plan: AttemptPlan) -> NDArray[np.uint32]:
-    """Return a site's vector of a round: one that the server knows where it sent the site the poison."""
+    """Return a site's vector in a round: zeros, which the server knows, if the site got the poisoned broadcast."""
     if plan.broadcast == POISONED_BROADCAST:
         return np.zeros(LENGTH, np.uint32)
     seed = hashlib.sha256(f"{site} {plan.round} {plan.broadcast}".encode()).digest()
@@ -376,10 +376,11 @@ def true_vector(site: str, plan: AttemptPlan) -> NDArray[np.uint32]:
 
 
 def _null_space(signs: Mapping[int, Mapping[tuple[str, str, str], int]]) -> list[dict[int, int]]:
-    """Return a basis of the combinations of uploads in which each unknown mask of a pair cancels.
+    """Return a basis of the combinations of uploads in which each unknown pair mask cancels.
 
-    First without the uploads with a mask that no other upload has. What is left falls into parts that have no mask in
-    common. A part in which each mask is in two uploads with opposite signs is a graph: only equal factors cancel it.
+    Uploads with a mask that no other upload has are removed first. The rest falls into parts that share no masks. If
+    every mask in a part is in exactly two uploads, with opposite signs, the part is a connected graph, and its masks
+    cancel only if all factors are equal.
     """
     left = {upload: dict(masks) for upload, masks in signs.items()}
     while True:
@@ -411,7 +412,7 @@ def _null_space(signs: Mapping[int, Mapping[tuple[str, str, str], int]]) -> list
 
 
 def _left_null_space(uploads: list[int], matrix: list[list[int]]) -> list[dict[int, int]]:
-    """Return a basis of the rational combinations of rows that are zero, in integers."""
+    """Return an integer basis of the rational combinations of rows that are zero."""
     size = len(uploads)
     rows = [[Fraction(v) for v in row] + [Fraction(i == j) for j in range(size)] for i, row in enumerate(matrix)]
     rank, width = 0, len(matrix[0])
@@ -437,16 +438,16 @@ class ComputableSums:
     """All combinations of masked vectors that the server can compute.
 
     Attributes:
-        basis: of the combinations, by the number of the upload.
+        basis: a basis of the combinations, each with factors by upload number.
     """
 
     server: LyingServer
     basis: list[dict[int, int]]
 
     def lightest(self, exempt: Collection[str] = ()) -> tuple[int, dict[int, int]] | None:
-        """Return the smallest number of honest vectors in a combination that has one, and the combination.
+        """Return the smallest nonzero number of honest vectors in a combination, and that combination.
 
-        Vectors of `exempt` sites do not count: those of sites whose state was set back.
+        Vectors from `exempt` sites, whose state was rolled back, do not count.
         """
         uploads = self.server.numbered
         unknowns = sorted(
@@ -480,9 +481,9 @@ class ComputableSums:
         return best[0], {u: value for u, value in total.items() if value}
 
     def attack(self, exempt: Collection[str] = ()) -> int:
-        """Return the smallest number of honest vectors, after the server has really computed their combination.
+        """Compute the lightest combination for real, and return the number of honest vectors in it.
 
-        0 if it learns nothing.
+        0 if the server learns nothing.
         """
         found = self.lightest(exempt)
         if found is None:
@@ -492,23 +493,23 @@ class ComputableSums:
         for u, factor in combination.items():
             expected += self.server.numbered[u].true * np.uint32(factor % (1 << 32))
         if not np.array_equal(self.server.unmasked(combination), expected):
-            raise StateError("sums: expected the true vectors' combination without its masks, found another one")
+            raise StateError("sums: expected the same combination of the true vectors, found a different value")
         return weight
 
 
 def any_of_column(factors: Collection[int], column: Collection[int]) -> bool:
-    """Return whether a combination has this unknown."""
+    """Return whether a combination contains this unknown."""
     return sum(f * v for f, v in zip(factors, column, strict=True)) != 0
 
 
-_MOST_EXACT = 4  # vectors of a basis up to which all combinations are searched
+_MOST_EXACT = 4  # maximum basis size for which all combinations are searched
 
 
 def _candidates(vectors: list[list[int]]) -> Iterator[list[int]]:
-    """Yield factors, among them those of the combination with the fewest nonzero entries.
+    """Yield candidate factors, including those of the combination with the fewest nonzero entries.
 
-    A lightest combination is zero in so many independent columns that these determine it. With more than four vectors
-    only combinations of up to three of them are searched, which finds fewer.
+    A lightest combination is zero in enough independent columns to determine it. With more than four vectors, only
+    combinations of up to three of them are searched, so some may be missed.
     """
     count = len(vectors)
     for i in range(count):
@@ -517,7 +518,7 @@ def _candidates(vectors: list[list[int]]) -> Iterator[list[int]]:
         for chosen in itertools.combinations(range(count), size):
             columns = {tuple(vectors[i][c] for i in chosen) for c in range(len(vectors[0]))} - {(0,) * size}
             for zeros in itertools.combinations(sorted(columns), size - 1):
-                matrix = [list(row) for row in zip(*zeros, strict=True)]  # of factors that make these columns zero
+                matrix = [list(row) for row in zip(*zeros, strict=True)]  # its null space makes these columns zero
                 null = _left_null_space(list(range(size)), matrix)
                 if len(null) == 1:
                     factors = [0] * count

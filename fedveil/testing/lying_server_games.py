@@ -1,4 +1,4 @@
-"""Games of a lying server with the same sites, each played from the start, and the lists that it can ask for."""
+"""Games between a lying server and the same sites, each played from scratch, and the lists it can ask for."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from fedveil.federation.secagg.state import SiteSecAggState
 from fedveil.testing.lying_server import LyingServer, ShareKey
 
 SiteList = tuple[str, ...]
-SiteRequests = Mapping[str, SiteList | None]  # by site, the list that it is asked to sign and to open first
+SiteRequests = Mapping[str, SiteList | None]  # by site, the list that it is first asked to sign and open
 
 
 class LyingServerGame(LyingServer):
-    """A lying server that starts over again and again, with the same sites.
+    """A lying server that plays one game after another with the same sites.
 
-    A site's answer depends on its state and the request alone. So each is asked once in each of its states; the
-    answer of the real object, and its state afterwards, are used in every later game.
+    A site's answer depends only on its state and the request. So the real object gets each request only once in each of
+    its states; its answer and its state afterwards are reused in all later games.
 
     Attributes:
-        set_back: sites whose state the adversary sets back before each request, to any that they ever had.
-        plans: all plans of this game.
-        games: number of games.
+        set_back: sites whose state the adversary rolls back before each request, to any state that they ever had.
+        plans: all plans in this game.
+        games: number of games played.
     """
 
     def __init__(self, honest: Collection[str], colluders: Collection[str] = (), **kwargs: Any) -> None:
         super().__init__(honest, colluders, **kwargs)
         for name in self.names:
-            self.prekey(name)  # each game begins after it
+            self.prekey(name)  # each game begins after this request
         self.set_back: set[str] = set()
         self.games = 0
         self.plans: list[AttemptPlan] = []
         self._first = {name: self._state_of(name) for name in self.names}
         self._answers: dict[tuple[object, ...], tuple[SiteSecAggState, Any, dict[ShareKey, bytes]]] = {}
         self._plans: dict[str, AttemptPlan] = {}
-        self._kept: list[object] = []  # no id is used twice
+        self._kept: list[object] = []  # keeps objects alive so that no id() is reused
         self._digests: dict[tuple[str, SiteList], str] = {}
         self._attacks: dict[tuple[object, ...], int] = {}
         self.start_over()
 
     def start_over(self) -> None:
-        """Begin a new game: the sites as at first, and a server that has learned nothing."""
+        """Begin a new game: reset the sites, and let the server forget everything it learned."""
         self.games += 1
         self.uploads, self.shares, self.plans = [], {}, []
         self.signatures = defaultdict(dict)
@@ -56,14 +56,14 @@ class LyingServerGame(LyingServer):
     def plan(
         self, round_: int = 0, attempt: int = 0, cohort: Collection[str] | None = None, **changes: Any
     ) -> AttemptPlan:
-        """Return the same object for the same plan, so that answers of earlier games are used."""
+        """Return the same object for the same plan, so that answers from earlier games are reused."""
         plan = super().plan(round_, attempt, cohort, **changes)
         return self._plans.setdefault(plan.digest + plan.broadcast, plan)
 
     def ask(
         self, kind: str, site: str, plan: AttemptPlan, in_sum: SiteList = (), source: AttemptPlan | None = None
     ) -> bool:
-        """Ask a site; return whether it answered. One that can be set back is asked in each state that it had."""
+        """Ask a site; return whether it answered. A site that can be rolled back is asked in each past state."""
         store = self.sites[site].store
         states = self.history[site] if site in self.set_back else [self._state_of(site)]
         for state in list(states):
@@ -111,7 +111,7 @@ class LyingServerGame(LyingServer):
 
     def _state_of(self, site: str) -> SiteSecAggState:
         if (state := self.sites[site].store.load()) is None:
-            raise StateError(f"{site}: expected the state of a site that has made a prekey, found none")
+            raise StateError(f"{site}: expected the state of a site that has created a prekey, found none")
         return state
 
     def _list_digest(self, plan: AttemptPlan, in_sum: SiteList) -> str:
@@ -121,7 +121,7 @@ class LyingServerGame(LyingServer):
         return self._digests[key]
 
     def begin(self, plan: AttemptPlan, maskers: Collection[str] | None = None) -> None:
-        """Show a plan to honest sites of its cohort."""
+        """Show a plan to honest sites in its cohort."""
         self.plans.append(plan)
         for site in self.honest if maskers is None else maskers:
             if site in plan.by_name:
@@ -132,17 +132,17 @@ class LyingServerGame(LyingServer):
         self.boots[site] += "0"
 
     def request(self, plan: AttemptPlan, requests: SiteRequests) -> None:
-        """Ask each site to sign its list, then each to open the same one."""
+        """Ask each site to sign its list, and then ask each to open it."""
         for kind in ("agree", "open"):
             for site, in_sum in requests.items():
                 if in_sum is not None:
                     self.ask(kind, site, plan, in_sum)
 
     def ask_everything(self, lists: Mapping[str, Collection[SiteList]]) -> None:
-        """Ask every site to mask for every plan, to sign and open every list, until no site says anything new.
+        """Ask every site to mask for every plan, and to sign and open every list, until nothing new is learned.
 
         Args:
-            lists: by the plan's digest.
+            lists: the lists for each plan, by the plan's digest.
         """
         before = None
         while before != (before := self._learned()):
@@ -163,7 +163,7 @@ class LyingServerGame(LyingServer):
         return len(self.shares), len(self.uploads), sum(map(len, self.signatures.values()))
 
     def fewest(self, plan: AttemptPlan | None = None) -> int:
-        """Return the smallest number of honest vectors in what the server learned of one plan or all; 0: nothing."""
+        """Return the minimum number of honest vectors in any sum the server learned, for one plan or all; 0 if none."""
         numbers = tuple(u.number for u in self.uploads if plan is None or u.plan is plan)
         key = (numbers, frozenset(self.shares), frozenset(self.set_back))
         if key not in self._attacks:
@@ -173,7 +173,7 @@ class LyingServerGame(LyingServer):
 
 
 def lists_of(plan: AttemptPlan, honest: Collection[str], least: int) -> list[SiteList]:
-    """Return all lists of at least so many sites; of colluders, which are all alike, only by their number."""
+    """Return all lists with at least `least` sites; colluders are interchangeable, so only their number varies."""
     colluders = [site for site in plan.cohort if site not in honest]
     sites = [site for site in plan.cohort if site in honest]
     return [
@@ -188,7 +188,7 @@ def lists_of(plan: AttemptPlan, honest: Collection[str], least: int) -> list[Sit
 def requests_modulo_symmetry(
     lists: Sequence[Collection[SiteList]], honest: Collection[str]
 ) -> Iterator[list[SiteRequests]]:
-    """Yield every choice of a list, or none, by each honest site, for each plan; once up to renaming the sites."""
+    """Yield every way to ask each honest site for one list or none, for each plan; once up to renaming the sites."""
     honest = sorted(honest)
     options = {site: [[None, *(x for x in of_plan if site in x)] for of_plan in lists] for site in honest}
     renamings = [dict(zip(honest, order, strict=True)) for order in itertools.permutations(honest)]

@@ -1,9 +1,9 @@
-"""Random games of a lying server with real sites, with every rule and without each.
+"""Random games between a lying server and real sites, with all rules in force, and with each rule removed in turn.
 
-The claim, for plans with q signatures that withstand c colluding sites: of one plan no combination of vectors of fewer
-than max(q, least) - c honest sites, and of all plans of a round none of fewer than q - c; for plans of whole cohorts m
-stands for q and least. `search` plays until it finds
-something lighter; `RULE_REMOVALS` names the rules without which it does.
+The claim, for plans with q signatures that withstand c colluding sites: no combination of vectors from one plan covers
+fewer than max(q, least) - c honest sites, and none from all plans in a round covers fewer than q - c. For whole-cohort
+plans, m replaces q and least. `search_for_violation` plays until it finds a lighter combination; `RULE_REMOVALS` lists
+the rules without which it finds one.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ __all__ = [
 
 
 def least_quorum(sites: int, colluding: int) -> int:
-    """Return the smallest q that withstands so many colluding sites."""
+    """Return the smallest q that withstands `colluding` colluding sites."""
     return (sites + colluding) // 2 + 1
 
 
 def claimed_honest_sites(plan: AttemptPlan, colluding: int) -> int:
-    """Return the number of honest vectors that are in every sum of a plan."""
+    """Return the claimed minimum number of honest vectors in every sum of a plan."""
     return plan.least_in_sum - colluding
 
 
 def claimed_in_round(plan: AttemptPlan, colluding: int) -> int:
-    """Return the number of honest vectors in every combination of a round's sums of which this plan has the first."""
+    """Return the claimed minimum number of honest vectors in every combination of sums in this plan's round."""
     return (len(plan.members) if plan.is_whole else plan.quorum) - colluding
 
 
 def find_violation(game: LyingServerGame, colluding: int) -> int:
-    """Return the number of honest vectors in a combination that is lighter than the claim; 0 if there is none."""
+    """Return the number of honest vectors in a combination that is lighter than claimed; 0 if there is none."""
     for plan in game.plans:
         if 0 < (found := game.fewest(plan)) < claimed_honest_sites(plan, colluding):
             return found
@@ -74,7 +74,7 @@ def find_violation(game: LyingServerGame, colluding: int) -> int:
 
 
 def plan_numbers(sites: int, colluding: int, quorum: int | None = None, **others: Any) -> dict[str, Any]:
-    """Return a plan's numbers for so many sites; the smallest quorum unless another is given."""
+    """Return a plan's numbers for this many sites, with the smallest quorum unless another is given."""
     quorum = quorum or least_quorum(sites, colluding)
     return {"colluding": colluding, "quorum": quorum, "threshold": quorum, "least": min(3, sites)} | others
 
@@ -84,16 +84,16 @@ class LyingServerScenario:
     """Random games of one kind.
 
     Attributes:
-        colluding: c, of the plans.
-        attempts: the plans' rounds, attempts, and numbers other than those of `plan_numbers`.
-        cohorts: smallest number of sites of a cohort; 0 = all sites in every one.
-        extra_colluders: colluding sites beyond c.
-        set_back: sites whose state the adversary sets back; they count to c.
-        unlisted: colluders that are in no roster.
-        is_poisoned: all honest sites but one get another message under a plan that is the same otherwise.
-        is_split: lists are as small as possible, and each site chooses its own.
-        absent, follows: shares of the sites that are asked nothing, and of those that are asked for the same list.
-        is_cut: the sites of two windows of the circle are silent, and all others sign that list.
+        colluding: c in the plans.
+        attempts: the plans' rounds and attempts, and any numbers that differ from `plan_numbers`.
+        cohorts: minimum number of sites in a cohort; 0 = every cohort has all sites.
+        extra_colluders: number of colluding sites beyond c.
+        set_back: number of sites whose state the adversary rolls back; they count toward c.
+        unlisted: whether the colluders are missing from the roster.
+        is_poisoned: whether all honest sites but one get a different message under an otherwise identical plan.
+        is_split: whether lists are as small as possible and chosen for each site separately.
+        absent, follows: the fractions of sites that are asked nothing, and that are asked for the same list.
+        is_cut: whether the sites in two windows of the circle are silent and all others sign a list without them.
     """
 
     sites: int
@@ -111,7 +111,7 @@ class LyingServerScenario:
     demands: dict[str, Any] = field(default_factory=dict)
 
     def game(self) -> LyingServerGame:
-        """Return a game between its server and its sites."""
+        """Return a game between the scenario's server and sites."""
         sites = site_names(self.sites)
         count = self.colluding - self.set_back + self.extra_colluders
         colluders = sites[: max(count, 0)]
@@ -127,7 +127,7 @@ class LyingServerScenario:
 def random_lists(
     rng: random.Random, scenario: LyingServerScenario, plan: AttemptPlan, game: LyingServerGame
 ) -> list[SiteList]:
-    """Return up to four lists, and the cohort; colluders are in most of them."""
+    """Return up to three random lists and the whole cohort; most lists keep all colluders."""
     honest = [site for site in plan.cohort if site in game.honest]
     if scenario.is_split:
         chosen = itertools.combinations(honest, max(plan.quorum - len(game.colluders), 1))
@@ -149,7 +149,7 @@ def random_lists(
 def random_requests(
     rng: random.Random, scenario: LyingServerScenario, lists: list[SiteList], game: LyingServerGame
 ) -> SiteRequests:
-    """Return a list for each honest site, or none; many are asked for the same one."""
+    """Return a list, or none, for each honest site; many sites are asked for the same list."""
     favorite, order = rng.choice(lists), list(game.honest)
     rng.shuffle(order)
     requests: dict[str, SiteList | None] = {}
@@ -166,7 +166,7 @@ def random_requests(
 def random_plan(
     rng: random.Random, scenario: LyingServerScenario, game: LyingServerGame, attempt: dict[str, Any]
 ) -> AttemptPlan:
-    """Return a plan of an attempt, of all sites or a random cohort."""
+    """Return a plan for an attempt, with all sites or a random cohort."""
     cohort, changes = game.names, {k: v for k, v in attempt.items() if k not in ("round_", "attempt")}
     if scenario.cohorts and game.plans:
         chosen = rng.sample(game.honest, rng.randint(scenario.cohorts - len(game.colluders), len(game.honest)))
@@ -177,7 +177,7 @@ def random_plan(
 
 
 def play_random(scenario: LyingServerScenario, game: LyingServerGame, rng: random.Random) -> None:
-    """Play one game: plans, lists and orders are random; at the end each site is asked everything that is left."""
+    """Play one game with random plans, lists and orders; at the end, every site is asked everything that is left."""
     game.start_over()
     by_plan: dict[str, list[SiteList]] = {}
     for attempt in scenario.attempts:
@@ -203,7 +203,10 @@ def play_random(scenario: LyingServerScenario, game: LyingServerGame, rng: rando
 def search_for_violation(
     scenario: LyingServerScenario, most: int, seed: int = 1, worlds: int = 1
 ) -> tuple[int, int, Counter[int]]:
-    """Play until something lighter than the claim is found. Return the games, what was found, and all fewest."""
+    """Play until a combination lighter than claimed is found.
+
+    Return the number of games, the number of honest vectors found (0 if none), and a tally of `fewest` over all games.
+    """
     rng, played = random.Random(seed), 0
     seen: Counter[int] = Counter()
     for _ in range(worlds):
@@ -222,13 +225,13 @@ def _forget_list(site: SecAggSite, state: SiteSecAggState, plan: AttemptPlan, li
 
 
 def _save_after_answer(site: SecAggSite, state: SiteSecAggState, plan: AttemptPlan, live: LivePlan) -> None:
-    """Save nothing: the machine dies after the answer and before the write."""
+    """Save nothing, as if the machine died after the answer and before the write."""
 
 
 def _live_of_any_plan(site: SecAggSite, state: SiteSecAggState, plan: AttemptPlan) -> LivePlan:
     if state.live is None:
         raise PolicyError("expected a plan")
-    keys = dict.fromkeys(plan.cohort, "0" * 64)  # of rows that it does not hold; none opens
+    keys = dict.fromkeys(plan.cohort, "0" * 64)  # dummy keys for rows that it does not hold; they decrypt nothing
     return state.live.model_copy(update={"rows": keys | state.live.rows})
 
 
@@ -264,7 +267,7 @@ def _digest_without_broadcast(plan: AttemptPlan) -> str:
     return hashlib.sha256(plan.model_copy(update={"broadcast": TRUE_BROADCAST}).to_bytes()).hexdigest()
 
 
-_require_certificate = plan_checks.require_certificate  # as it is, while another stands in its place
+_require_certificate = plan_checks.require_certificate  # the original, for use while it is patched
 
 
 def _short_way_for_any_threshold(
@@ -275,14 +278,14 @@ def _short_way_for_any_threshold(
 
 @dataclass(frozen=True)
 class RuleRemoval:
-    """A rule that is taken out, where, and games in which something lighter than the claim is then found."""
+    """A rule's removal: the patches that remove it, and a scenario in which the claim is then violated."""
 
     patches: tuple[tuple[object, str, object], ...]
     scenario: LyingServerScenario
 
     @contextlib.contextmanager
     def removed(self) -> Iterator[None]:
-        """Take the rule out."""
+        """Remove the rule."""
         with contextlib.ExitStack() as stack:
             for target, attribute, value in self.patches:
                 stack.enter_context(mock.patch.object(target, attribute, value))
@@ -340,7 +343,7 @@ RULE_REMOVALS = {
 }  # fmt: skip
 
 
-# A second rule refuses what these would let through.
+# Without one of these rules, another rule still refuses the same requests.
 REDUNDANT_RULES = {
     "only plans that it masked for": RuleRemoval(
         ((SecAggSite, "_live", _live_of_any_plan),), LyingServerScenario(5, 1, AGAIN, cohorts=4),

@@ -1,6 +1,6 @@
-"""Bytes of a message: its slices, its header, and the code of a quantized value.
+"""The bytes of a message: its slices, its header, and the codes of quantized values.
 
-Not covered by compatibility.
+Not covered by the compatibility promise.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The plan of a site's memory, and the names by which methods address a model's parameters.
+"""Memory planning for a site, and the locations by which methods address a model's parameters.
 
-Not covered by compatibility.
+Not covered by the compatibility promise.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The halves of secure aggregation: masks, the ring, and the unmasking at the server.
+"""Both halves of secure aggregation: masks, the ring, and unmasking at the server.
 
-Not covered by compatibility.
+Not covered by the compatibility promise.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The server's side of a round without a network: its strategy, its folder, and the checks of an upload.
+"""The server's side of a round without a network: its strategy, its folder, and its upload checks.
 
-The strategy takes any Grid of Flower's interface, so a program can answer in the sites' place.
+The strategy takes any object with Flower's Grid interface, so a program can answer in place of the sites.
 
-Not covered by compatibility.
+Not covered by the compatibility promise.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The app on Flower's simulation engine; needs the extra `simulation`.
+"""The app on Flower's simulation engine; requires the extra `simulation`.
 
-Not covered by compatibility.
+Not covered by the compatibility promise.
 """
 
 from __future__ import annotations

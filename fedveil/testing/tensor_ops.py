@@ -1,6 +1,6 @@
-"""Operations on tensors whose cost is measured: masks, factorization, and the gap of averaged factors.
+"""Tensor operations whose cost is measured: masks, factorization, and the aggregation gap of averaged factors.
 
-Not covered by compatibility.
+Not covered by the compatibility promise.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A client's training in parts: its loop, threads and private state, and what its guard measures.
+"""The parts of a client's training: its loop, threads and private state, and what its guard measures.
 
-Not covered by compatibility.
+Not covered by the compatibility promise.
 """
 
 from __future__ import annotations

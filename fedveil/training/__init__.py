@@ -1,1 +1,1 @@
-"""A task's computations with its model: local training, per-example gradients, scores."""
+"""Model computations for tasks: local training, per-example gradients, scores."""

@@ -42,10 +42,10 @@ def check_task_config(config: RunConfig, adapter: Adapter, info: TaskInfo) -> No
     """Check the run config as far as possible before a model is loaded.
 
     Raises:
-        ConfigError: an adapter that the task's models do not support, a quantized base under an adapter that
-            would train it, train.compile where it is not supported, or a key of the train section, or a chat
-            template, that the task does not support.
-        TaskError: no base model at that path.
+        ConfigError: an adapter that the task's models do not support, a quantized base with an adapter that would
+            train it, train.compile where it is not supported, or a train key or chat template that the task does not
+            support.
+        TaskError: there is no base model at that path.
     """
     if adapter.mount not in info.mounts:
         raise ConfigError(
@@ -79,6 +79,12 @@ def check_task_config(config: RunConfig, adapter: Adapter, info: TaskInfo) -> No
         raise ConfigError(
             f'task.multi-label: expected false with the task "{config.task.name}", found true; leave it out'
         )
+    if config.task.tag_scheme != "iob2" and not info.tags:
+        raise ConfigError(
+            f'task.tag-scheme: expected "iob2" with the task "{config.task.name}", found "{config.task.tag_scheme}"; '
+            "leave it out"
+        )
+    _check_columns(config.task, info)
     _check_source(config.task, info)
     training_modes.check_compile(config)
     where, is_folder = loading.find_model(config.task.model, info.tiny())
@@ -86,8 +92,21 @@ def check_task_config(config: RunConfig, adapter: Adapter, info: TaskInfo) -> No
         base_files.check_base_files(config.task.model, Path(where), adapter.trains_base)
 
 
+def _check_columns(task: TaskConfig, info: TaskInfo) -> None:
+    """Raise ConfigError for a column that only other tasks read."""
+    fields, columns = type(task).model_fields, info.columns(task)
+    # Not image-column: a site's node config may name it for all runs, and apply_site_columns then sets it in each.
+    for name in ("choices_column", "hint_column", "rejected_column"):
+        value, default = getattr(task, name), fields[name].default
+        if value != default and value not in columns:
+            raise ConfigError(
+                f'task.{config_key(name)}: expected "{default}" with the task "{task.name}", which reads no such '
+                f'column, found "{value}"; leave it out'
+            )
+
+
 def _check_source(task: TaskConfig, info: TaskInfo) -> None:
-    """Raise ConfigError for a template that the task does not read, or one beside a column that it would not read."""
+    """Raise ConfigError for a template that the task does not read, or that would make it ignore a column."""
     if task.messages_column:
         _check_messages(task, info)
     if not task.source_template:
@@ -96,13 +115,13 @@ def _check_source(task: TaskConfig, info: TaskInfo) -> None:
         raise ConfigError(f'task.source-template: expected none with the task "{task.name}", found one; leave it out')
     if task.source_column != type(task).model_fields["source_column"].default:
         raise ConfigError(
-            f'task.source-column: expected none beside task.source-template, found "{task.source_column}"; leave one '
+            f'task.source-column: expected none with task.source-template, found "{task.source_column}"; leave one '
             "of them out"
         )
 
 
 def _check_messages(task: TaskConfig, info: TaskInfo) -> None:
-    """Raise ConfigError for a column of conversations without a chat template, or beside a column not read then."""
+    """Raise ConfigError for a conversations column without a chat template, or with a column that it replaces."""
     if not info.chats:
         raise ConfigError(
             f'task.messages-column: expected none with the task "{task.name}", found "{task.messages_column}"; leave '
@@ -112,20 +131,20 @@ def _check_messages(task: TaskConfig, info: TaskInfo) -> None:
     for name in ("source_template", "source_column", "target_column"):
         if (value := getattr(task, name)) != fields[name].default:
             raise ConfigError(
-                f'task.{config_key(name)}: expected none beside task.messages-column, found "{value}"; leave one of '
+                f'task.{config_key(name)}: expected none with task.messages-column, found "{value}"; leave one of '
                 "them out"
             )
     if not task.chat_template:
         raise ConfigError(
-            "task.chat-template: expected true with task.messages-column, because the base's chat template says how "
-            "the turns of a conversation are joined, found false; set it"
+            "task.chat-template: expected true with task.messages-column, because the base's chat template determines "
+            "how the turns of a conversation are joined, found false; set it to true"
         )
 
 
 def count_adapter_weights(task: Task) -> dict[str, object] | None:
-    """Return the kind of a task's adapter, its number of weights, and the model's; None if they cannot be counted.
+    """Return the adapter's kind, its number of weights and the model's; None if they cannot be counted.
 
-    A quantized base packs several weights into one number.
+    They cannot be counted for a quantized base, which packs several weights into one number.
     """
     if not isinstance(task, AdaptedTask) or task.config.train.quantized_base != "none":
         return None
@@ -135,9 +154,9 @@ def count_adapter_weights(task: Task) -> dict[str, object] | None:
 
 
 class AdaptedTask(Task):
-    """A model with its adapter. It returns weights on the device on which it received them.
+    """A model with its adapter. It returns weights on the device it received them on.
 
-    Dropout is off unless the adapter uses it, and the client's stream determines the order of batches. With
+    Dropout is off unless the adapter uses it, and the client's random stream determines the batch order. With
     run.deterministic, training uses one thread, so that two processes on one machine give bit-identical results.
     """
 
@@ -154,21 +173,20 @@ class AdaptedTask(Task):
 
     @cached_property
     def base(self) -> LoadedModel:
-        """Return the base with its adapter. Its trained tensors have the values loaded last."""
+        """Return the base with its adapter. Its trained tensors hold the most recently loaded values."""
         return self._load()
 
     def _unchanged(self) -> LoadedModel:
         """Return the base as it is on disk.
 
-        If the adapter trains the base, it is read again after other weights were loaded: a copy of all weights in every
-        site's memory would cost more.
-
+        If the adapter trains the base, and other weights have been loaded since, the base is read from disk again:
+        keeping a copy of all weights in every site's memory would cost more.
         """
         return self._load() if self.adapter.trains_base and self._overwritten else self.base
 
     @property
     def trained(self) -> Mapping[str, Tensor]:
-        """Return the parameters of the spec; they have the values loaded last."""
+        """Return the parameters in the spec; they hold the most recently loaded values."""
         return self.base.trained
 
     @property
@@ -199,13 +217,13 @@ class AdaptedTask(Task):
                 base |= self.adapter.read(loaded_model.model, rng)
         drawn = self.adapter.draw({name: spec.shape for name, spec in self.spec.items()}, rng, base)
         if self.config.dp.is_noisy and isinstance(self, per_example.PerExampleLoss) and (rows := self._probe_rows()):
-            with limit_threads(self.config):  # an error before the first round, not in it
+            with limit_threads(self.config):  # so that an error appears before the first round rather than in it
                 per_example.per_example_gradients(self, self.spec, rows, drawn)
         self.release()
         return drawn
 
     def _probe_rows(self) -> Rows:
-        """Return rows with which to try whether the model has gradients of single examples; none if it surely has."""
+        """Return rows for testing whether the model supports per-example gradients; none if it certainly does."""
         return ()
 
     @override
@@ -226,7 +244,7 @@ class AdaptedTask(Task):
 
     @abstractmethod
     def mean_loss(self, encoded: Rows) -> float:
-        """Return the mean loss of the examples with the weights loaded last."""
+        """Return the mean loss of the examples with the most recently loaded weights."""
 
     def put(self, weights: Weights) -> None:
         """Copy the weights into the model. Raises TaskError if they do not match the spec."""
@@ -234,9 +252,9 @@ class AdaptedTask(Task):
         self.base.put(weights)
 
     def show(self, weights: Weights) -> None:
-        """Load weights for reading only, without a copy if possible.
+        """Load read-only weights, without copying them if possible.
 
-        They must not change until others are loaded. Raises TaskError if they do not match the spec.
+        They must not change until other weights are loaded. Raises TaskError if they do not match the spec.
         """
         if not self._can_release:
             self.put(weights)
@@ -246,7 +264,7 @@ class AdaptedTask(Task):
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """Return the tokens that end a generated text; none for a task without generation."""
+        """Return the tokens that end generated text; none for a task without generation."""
         return self.base.end_tokens
 
     @property
@@ -268,8 +286,8 @@ class AdaptedTask(Task):
             self.release()
 
     def taken(self, weights: Weights) -> Weights:
-        """Return the trained values as tensors of the caller, on the device of the `weights` loaded before."""
-        # The same holds on a GPU for weights from the GPU: it has no second copy of the model either.
+        """Return the trained values, owned by the caller, on the device of `weights`, which are already loaded."""
+        # This also applies to weights that are already on a GPU, which has no second copy of the model either.
         is_own = self.adapter.trains_base and not self.config.train.compile
         if is_own and next(iter(weights.values())).device == next(iter(self.trained.values())).device:
             return self.base.take()
@@ -283,15 +301,15 @@ class AdaptedTask(Task):
 
     @property
     def _can_release(self) -> bool:
-        """Return whether the model's own tensors are trained, so that avoiding a full copy in memory is worthwhile.
+        """Return whether the model's own tensors are trained, so that it pays to avoid a full copy in memory.
 
-        A compiled model keeps the tensors with which it was compiled.
+        A compiled model keeps the tensors it was compiled with.
         """
         return self.adapter.trains_base and self.device.type == "cpu" and not self.config.train.compile
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
-        """Enable autocast under `train.precision = bf16`, and silence warnings of the 8-bit kernels about casts."""
+        """Enable autocast under `train.precision = bf16`, and silence the 8-bit kernels' warnings about casts."""
         with (
             torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16"),
             library_logging.quiet_libraries() if self.config.train.quantized_base != "none" else _NOTHING,
@@ -304,8 +322,9 @@ class AdaptedTask(Task):
 
     @contextlib.contextmanager
     def training(self, rng: RandomStream) -> Iterator[None]:
-        """Return a context for the training steps: it recomputes layers under train.gradient-checkpointing; `rng` draws
-        the dropout.
+        """Return a context for the training steps, which recomputes layers under train.gradient-checkpointing.
+
+        Dropout is drawn from `rng`.
 
         Raises:
             ConfigError: the model has no layers that can be recomputed.
@@ -320,7 +339,7 @@ class AdaptedTask(Task):
 
     def _forward(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return the model's logits. Raises ConfigError if the machine does not support train.compile."""
-        # Scoring would be compiled a second time, for a few batches.
+        # Scoring uses the plain model: it would need a second compilation, for only a few batches.
         model = self._compiled if self.config.train.compile and torch.is_grad_enabled() else self.base.model
         with self._computing():
             logits: Tensor = model(**inputs).logits
@@ -333,7 +352,7 @@ class AdaptedTask(Task):
         return {name: known[id(p)] for name, p in self.base.trained.items() if id(p) in known}
 
     def _logits_at(self, weights: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> Tensor:
-        """Return the model's logits as a pure function of the trained weights, which torch.func differentiates."""
+        """Return the model's logits as a pure function of the trained weights, for torch.func to differentiate."""
         named = {self._own_names[name]: w for name, w in weights.items()}
         with self._computing(), _plain_attention():
             logits: Tensor = torch.func.functional_call(self.base.model, named, (), dict(inputs)).logits
@@ -347,8 +366,9 @@ class AdaptedTask(Task):
 
 @contextlib.contextmanager
 def _plain_attention() -> Iterator[None]:
-    """Use the math kernel of attention: the other kernels do not support vmap. Keep bf16: torch would cast to fp32,
-    and autocast would cast back in only one of the two passes.
+    """Use the math attention kernel, the only one that supports vmap, and keep it in bf16.
+
+    Otherwise torch would cast to fp32, and autocast would cast back in only one of the two passes.
     """
     reduced = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # on the CPU too

@@ -30,13 +30,13 @@ _PROBE = [1, 2, 3]  # tokens that every vocabulary has
 class CausalTask(AdaptedTask):
     """A causal language model with its adapter.
 
-    The loss is the mean over target tokens (including the end token), or over the tokens that training counts.
+    The loss is the mean over the target tokens (including the end token), or over the tokens that training counts.
     """
 
     @property
     @abstractmethod
     def _frame(self) -> PromptFrame:
-        """Return the text around a prompt and its answer."""
+        """Return the template text around a prompt and its answer."""
 
     @cached_property
     def _tokens(self) -> TextTokenizer:
@@ -55,7 +55,7 @@ class CausalTask(AdaptedTask):
     @property
     @override
     def end_tokens(self) -> tuple[int, ...]:
-        """Return the base's end tokens and the one that ends a turn of its chat template."""
+        """Return the base's end tokens and the token that ends a turn in its chat template."""
         return tuple(dict.fromkeys((*self.base.end_tokens, self._frame.stop)))
 
     @override
@@ -68,7 +68,7 @@ class CausalTask(AdaptedTask):
         return batches.collate_batch(rows, self.base.tokenizer.eos_token_id)
 
     def _logits(self, batch: TokenBatch) -> Tensor:
-        # Packed examples come with positions, from which the library builds their mask.
+        # Packed examples come with position IDs, from which the library builds their mask.
         mask = None if "position_ids" in batch.inputs else batch.mask
         return self._forward({"input_ids": batch.ids, "attention_mask": mask, "use_cache": False, **batch.inputs})
 
@@ -85,7 +85,7 @@ class CausalTask(AdaptedTask):
     @override
     @torch.no_grad()
     def mean_loss(self, encoded: Sequence[TokenExample]) -> float:
-        """Return the mean loss per target token with the weights loaded last."""
+        """Return the mean loss per target token with the most recently loaded weights."""
         ordered = sorted(encoded, key=lambda row: len(row.ids))  # examples of similar length need little padding
         total = terms = 0.0
         for part in self._parts(len(ordered)):
@@ -128,13 +128,13 @@ class CausalTask(AdaptedTask):
         return texts
 
     def _target_of(self, answer: str) -> str:
-        """Return a generated text without the template's own words around a target, such as an empty thought."""
+        """Return generated text without the template's own text around a target, such as an empty thinking block."""
         lead, tail = self._words_around
         return answer.strip().removeprefix(lead).removesuffix(tail).strip()
 
     @cached_property
     def _words_around(self) -> tuple[str, str]:
-        """Return the words of an answer before and behind its target, as generated texts are decoded."""
+        """Return the template text before and after an answer's target, decoded like generated text."""
         around = self._tokens.tokenize([MarkedText(self._frame.lead), MarkedText(self._frame.tail)])
         decoded = [self.base.tokenizer.decode(each.ids, skip_special_tokens=True).strip() for each in around]
         return decoded[0], decoded[1]
@@ -153,7 +153,7 @@ class CausalTask(AdaptedTask):
         return limit
 
     def _written(self, rows: Sequence[TokenExample]) -> list[tuple[Tensor, Tensor]]:
-        """Generate after each example's prompt, in one batch; return tokens, and the logits after each token."""
+        """Generate text from each example's prompt, in one batch; return the tokens and the logits of each token."""
         from transformers import GenerationConfig
 
         end = self.base.tokenizer.eos_token_id
@@ -185,10 +185,10 @@ class CausalTask(AdaptedTask):
 
 
 def _prompt(row: TokenExample) -> TokenExample:
-    """Return what stands before the last answer of an example."""
+    """Return the part of an example before its last answer."""
     return replace(row, ids=row.ids[: row.gaps[-1][1] if row.gaps else row.start], gaps=())
 
 
 def _padded(row: TokenExample, width: int, token: int) -> TokenExample:
-    """Return the row padded with `token` on the left to that width."""
+    """Return the row, left-padded with `token` to `width`."""
     return replace(row, ids=[token] * (width - len(row.ids)) + row.ids, start=width)

@@ -1,17 +1,17 @@
-"""Scores of classifiers, from the logits of all scored examples.
+"""Classifier scores, from the logits of all scored examples.
 
-| score | one class for each example | any number of labels for each example |
+| score | single-label | multi-label |
 |---|---|---|
-| accuracy | share of examples whose largest logit is the class's | share of examples with all labels right (subset
-  accuracy), a label being given where its logit is above 0 |
-| macro_f1 | mean over classes of 2 tp / (2 tp + fp + fn); classes that are neither in the data nor predicted are left
-  out | the same, over labels |
-| auroc | two classes: that of class 1; more: the mean over classes, each against all others | the mean over labels |
+| accuracy | share of examples whose true class has the largest logit | share of examples with all labels right (subset
+  accuracy); a label is predicted if its logit is above 0 |
+| macro_f1 | mean of 2 tp / (2 tp + fp + fn) over classes; classes that are neither in the data nor predicted are
+  omitted | the same, over labels |
+| auroc | for two classes, the AUROC of class 1; for more, the one-versus-rest mean | the mean over labels |
 
-An AUROC exists only if every class has an example in the data and an example outside it; ties count one half. A macro
-F1 exists unless no label is given or predicted at all. A score that does not exist is left out.
+AUROC is defined only if every class has at least one positive and one negative example; ties count one half. Macro F1
+is undefined only if no label is present or predicted. Undefined scores are omitted.
 
-Labels of one class are integers; those of several are 1.0 or 0.0 for each class.
+Single labels are integers; multi-labels are 1.0 or 0.0 for each class.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger("fedveil.data")
 
 
 def metrics_of(task: TaskConfig) -> Metrics:
-    """Return the loss and all scores, as metrics of a task."""
+    """Return the loss and all scores, as task metrics."""
     return {"loss": TaskMetric("lower"), **{name: TaskMetric("higher") for name in SCORES}}
 
 
@@ -55,17 +55,17 @@ def loss_sum(logits: Float[Tensor, "rows classes"], labels: Tensor) -> Tensor:
 
 
 def positions_of(logits: Float[Tensor, " classes"], label: Tensor) -> Float[Tensor, "positions choices"]:
-    """Return an example's logits as those of one position, or with several labels of "no" and "yes" for each label."""
+    """Return one position with the logits of all classes, or for multi-label examples a "no"/"yes" pair per label."""
     if not label.is_floating_point():
         return logits[None]
     return torch.stack([torch.zeros_like(logits), logits], 1)  # softmax gives sigmoid(logit) for "yes"
 
 
 def score_examples(logits: Float[Tensor, "rows classes"], labels: Tensor, metric: str) -> dict[str, float]:
-    """Return "loss" and the scores of examples. Those that do not exist are left out, and the log says so.
+    """Return "loss" and the scores of the examples. Undefined scores are omitted, with a log message.
 
     Raises:
-        TaskError: `metric`, which is evaluate.metric, is a score that does not exist.
+        TaskError: `metric`, which is evaluate.metric, is undefined for these examples.
     """
     is_single = not labels.is_floating_point()
     scores = {"loss": float(loss_sum(logits, labels)) / len(labels)}
@@ -82,7 +82,7 @@ def score_examples(logits: Float[Tensor, "rows classes"], labels: Tensor, metric
 
 
 def score_single_class(logits: Float[Tensor, "rows classes"], labels: Int[Tensor, " rows"]) -> dict[str, float]:
-    """Return the scores of examples of one class each."""
+    """Return the scores of single-label examples."""
     classes = logits.shape[1]
     truth = torch.nn.functional.one_hot(labels, classes).bool()
     predicted = torch.nn.functional.one_hot(logits.argmax(-1), classes).bool()
@@ -96,7 +96,7 @@ def score_single_class(logits: Float[Tensor, "rows classes"], labels: Int[Tensor
 
 
 def score_labels(logits: Float[Tensor, "rows labels"], truth: Bool[Tensor, "rows labels"]) -> dict[str, float]:
-    """Return the scores of examples with any number of labels."""
+    """Return the scores of multi-label examples."""
     predicted = logits > 0
     return {
         "accuracy": float((predicted == truth).all(1).double().mean()),
@@ -119,9 +119,9 @@ def _mean_area(scores: Float[Tensor, "rows classes"], truth: Bool[Tensor, "rows 
 
 
 def area_under_roc(scores: Float[Tensor, " rows"], truth: Bool[Tensor, " rows"]) -> float | None:
-    """Return the share of pairs of one true and one false example in which the true one has the larger score.
+    """Return the share of (positive, negative) pairs in which the positive example has the higher score.
 
-    None if there is no such pair. Ties count one half.
+    Ties count one half. None if there are no such pairs.
     """
     positives = int(truth.sum())
     negatives = len(truth) - positives

@@ -1,4 +1,4 @@
-"""Backends that compute the gradients of a training step: this process alone, or with others (`ranks`)."""
+"""Backends that compute a training step's gradients: in this process alone, or together with others (`ranks`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TrainableTask(Protocol):
 
     @property
     def config(self) -> RunConfig:
-        """Return the run config; its train and run sections are read."""
+        """Return the run config; only its train and run sections are read."""
         ...
 
     @property
@@ -35,7 +35,7 @@ class TrainableTask(Protocol):
 
     @property
     def trained(self) -> Mapping[str, Tensor]:
-        """Return the parameters of the spec; they have the values loaded last."""
+        """Return the parameters in the spec; they hold the most recently loaded values."""
         ...
 
     def put(self, weights: Weights) -> None:
@@ -43,7 +43,7 @@ class TrainableTask(Protocol):
         ...
 
     def taken(self, weights: Weights) -> Weights:
-        """Return the trained values, owned by the caller, on the device of `weights`, which were loaded before."""
+        """Return the trained values, owned by the caller, on the device of `weights`, which are already loaded."""
         ...
 
     def training(self, rng: RandomStream) -> contextlib.AbstractContextManager[None]:
@@ -65,7 +65,7 @@ class TrainableTask(Protocol):
         ...
 
     def mean_loss(self, encoded: Rows) -> float:
-        """Return the mean loss of the examples with the weights loaded last."""
+        """Return the mean loss of the examples with the most recently loaded weights."""
         ...
 
 
@@ -81,14 +81,14 @@ class GradientBackend(Protocol):
         ...
 
     def backward(self, step: Sequence[ExampleBatch]) -> Tensor:
-        """Set the trained parameters' gradients, unset before, to that of the mean loss over all terms of a step.
+        """Set the trained parameters' gradients, which must be unset, to those of a step's mean loss over all terms.
 
         Returns that loss, on the device.
         """
         ...
 
     def mean_loss(self, rows: Rows) -> float:
-        """Return the mean loss of the examples with the weights loaded last."""
+        """Return the mean loss of the examples with the most recently loaded weights."""
         ...
 
     def gradients(self, rows: Rows, weights: Weights) -> PerExampleGradients:
@@ -126,7 +126,7 @@ class LocalBackend(GradientBackend):
 
 
 def add_gradient(task: TrainableTask, batch: ExampleBatch, terms: float) -> Tensor:
-    """Add the gradient of a batch's summed loss divided by `terms`; return this quotient, on the device."""
+    """Accumulate the gradient of a batch's summed loss divided by `terms`; return this quotient, on the device."""
     loss = task.loss_sum(batch) / terms
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()

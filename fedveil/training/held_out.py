@@ -1,15 +1,15 @@
-"""A trainer that scores the first weights of a client round on held-out examples, and reports the score.
+"""A trainer that scores a client round's initial weights on held-out examples and reports the score.
 
-The first weights are the method's starting point: the server's weights with the site's private factor, layers or
+The initial weights are the method's starting point: the server's weights with the site's private factor, layers or
 prompt. A method that trains twice in a client round reports the same score twice.
 
 | client round | report |
 |---|---|
 | the site may report a score | loss_held_out, rows_held_out |
-| the site may not or cannot | held_out_refused |
-| with per-example gradient steps | nothing: such steps belong to a privacy guarantee, which forbids held-out scores |
+| the site may not or cannot report a score | held_out_refused |
+| the round takes per-example gradient steps | nothing: they imply a privacy guarantee, which forbids such scores |
 
-`ReceivedLossFilter` keeps a trainer's `loss_received`, which is of the site's training examples, from leaving it.
+`ReceivedLossFilter` keeps `loss_received`, which a trainer measures on the site's training examples, at the site.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HeldOutScoringTrainer(TrainerWrapper):
     """A trainer that scores held-out examples.
 
     Args:
-        trainer: trains on examples other than `held`.
+        trainer: the wrapped trainer, which trains on examples other than `held`.
         held: the held-out examples.
         refusal: called once, before any computation; returns a key of `held_out_report.REFUSALS`, or 0 for no refusal.
     """
@@ -73,7 +73,7 @@ class HeldOutScoringTrainer(TrainerWrapper):
 
 @dataclass(frozen=True)
 class HeldOutSplit:
-    """A site's examples in two parts, neither of them a copy.
+    """A site's examples split into two parts, without copying.
 
     Attributes:
         trained: the examples for training.
@@ -97,8 +97,8 @@ class ReceivedLossFilter(TrainerWrapper):
     """A trainer that does not report the received weights' loss on the site's training examples.
 
     Args:
-        trainer: reports on held-out examples, if there are any.
-        tells: whether to report `loss_received`, with the held-out loss; without such a loss it is never reported.
+        trainer: the wrapped trainer, which reports the held-out loss if there are held-out examples.
+        tells: whether to report the held-out loss as `loss_received`; without a held-out loss, it is never reported.
     """
 
     def __init__(self, trainer: Trainer, tells: bool) -> None:
@@ -115,7 +115,7 @@ class ReceivedLossFilter(TrainerWrapper):
 
     def _filtered(self, trained: TrainingResult) -> TrainingResult:
         report = {name: value for name, value in trained.report.items() if name != RECEIVED_LOSS}
-        if not report.get("steps"):  # then it is the loss at the received weights under another name
+        if not report.get("steps"):  # then loss_trained is the loss at the received weights under another name
             report.pop("loss_trained", None)
         if self._tells and held_out_report.LOSS in report:
             report[RECEIVED_LOSS] = report[held_out_report.LOSS]
@@ -124,7 +124,7 @@ class ReceivedLossFilter(TrainerWrapper):
 
 @final
 class ExampleSubset(Sequence[Any]):
-    """Some of the examples, in the order of their indices, without a copy."""
+    """A view of some of the examples, in the order of their indices."""
 
     def __init__(self, rows: Rows, indices: Sequence[int]) -> None:
         self._rows, self._indices = rows, indices

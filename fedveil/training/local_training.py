@@ -28,12 +28,12 @@ from fedveil.training.threads import limit_threads
 
 @final
 class LocalTraining:
-    """One client's training: a new AdamW at each call, each example once per epoch, learning rates by `round_`.
+    """One client's training: a new AdamW for each call, each example once per epoch, learning rates set by `round_`.
 
-    A step takes train.gradient-accumulation-steps batches of train.batch-size examples. Its loss is the mean
-    over the target tokens of all its batches, so its gradient equals that of one batch of all its examples.
-    train.max-grad-norm bounds this gradient, including the method's penalty. `watch` is called about twice
-    a second, and once after the last step. `by` computes the gradients; None: this process alone.
+    A step takes train.gradient-accumulation-steps batches of train.batch-size examples. Its loss is the mean over the
+    target tokens of all its batches, so the gradient is the same as for a single batch with all of these examples.
+    train.max-grad-norm bounds this gradient, including the method's penalty. `watch` is called about twice a second,
+    and once after the last step. `by` computes the gradients; if None, this process does so alone.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LocalTraining:
 
     @property
     def spec(self) -> Spec:
-        """Return the task's spec."""
+        """Return the task's parameter spec."""
         return self._task.spec
 
     @property
@@ -75,13 +75,13 @@ class LocalTraining:
         """Train from `weights`, which do not change. Entries that no step moves, or that are `frozen`, stay exact.
 
         The report has loss_received (of `weights`, on the site's first train.received-loss-examples examples; omitted
-        for 0), loss_trained (mean over the steps; without a step, loss_received, or omitted), steps, tokens (read by
-        all steps, without padding) and train_seconds.
+        if that is 0), loss_trained (the mean over the steps; without steps, loss_received or omitted), steps, tokens
+        (read by all steps, without padding) and train_seconds.
 
         Raises:
             TaskError: weights that do not match the spec, a loss that is no longer finite, or non-finite weights in the
-                result; the error names the step and its examples, only by number.
-            ConfigError: train.gradient-checkpointing or train.compile, where unsupported, or a schedule past its end.
+                result; the error identifies the step and its examples only by number.
+            ConfigError: train.gradient-checkpointing or train.compile is unsupported, or the schedule has ended.
         """
         started = time.perf_counter()
         task = self._task
@@ -102,7 +102,7 @@ class LocalTraining:
         return TrainingResult(after, report, ExamplesUsed.from_steps(self._taken))
 
     def mean_loss(self, weights: Weights, rows: Rows) -> float:
-        """Return the mean loss at `weights`, which do not change, of examples that may come from elsewhere.
+        """Return the mean loss at `weights`, which do not change, on examples that need not be this client's own.
 
         Raises:
             TaskError: weights that do not match the spec.
@@ -114,14 +114,14 @@ class LocalTraining:
     def gradient(self, weights: Weights) -> TrainingResult:
         """Return the gradient of one batch's mean loss at `weights`, which do not change. No optimizer is involved.
 
-        The batch is the first of the epoch that `train` would run now. It has train.batch-size examples;
+        The batch is the first one in the epoch that `train` would run now. It has train.batch-size examples;
         train.gradient-accumulation-steps, train.epochs and train.max-steps have no effect. A tensor that the loss does
-        not depend on has a gradient of zeros. All gradients are on the parameters' device.
+        not depend on gets a zero gradient. All gradients are on the parameters' device.
         The report has loss_received (of this batch), steps (1), tokens and train_seconds.
 
         Raises:
             TaskError: weights that do not match the spec, or a loss that is not finite.
-            ConfigError: train.gradient-checkpointing or train.compile, where unsupported.
+            ConfigError: train.gradient-checkpointing or train.compile is unsupported.
         """
         started = time.perf_counter()
         task, train = self._task, self._task.config.train
@@ -131,7 +131,7 @@ class LocalTraining:
         rows = [self._rows[i] for i in order[: train.batch_size]]
         progress = LossLog(1, train.learning_rate, self._watch, lambda step: order[: train.batch_size])
         with limit_threads(task.config), self._by.training(self._dropout):
-            _forget(parameters)  # a failed training may have left a part of a step's gradient
+            _forget(parameters)  # a failed training run may have left part of a step's gradient
             ((batch,),) = batches.load_batches([rows], self._collated, parameters[0].device)
             progress.add(self._by.backward([batch]), batch.tokens)
             progress.read()
@@ -142,12 +142,12 @@ class LocalTraining:
         return TrainingResult(gradients, report, ExamplesUsed.from_steps([order[: train.batch_size]]))
 
     def _steps(self, frozen: Sequence[Weights], penalty: Penalty | None) -> tuple[list[float], int]:
-        """Take the steps; return the loss of each, and the number of tokens that they read."""
+        """Take the steps; return each step's loss, and the number of tokens read."""
         train, task = self._task.config.train, self._task
         sets = [_Held(task.trained, each) for each in frozen]
         parameters = list(task.trained.values())
         optimiser = optimizers.create(parameters, train)
-        optimiser.zero_grad()  # a failed training may have left a part of a step's gradient
+        optimiser.zero_grad()  # a failed training run may have left part of a step's gradient
         schedule, planned = LearningRateSchedule.from_config(task.config), self._planned
         progress = LossLog(planned, train.learning_rate, self._watch, lambda step: self._taken[step])
         with contextlib.closing(batches.load_batches(self._batches(), self._collated, parameters[0].device)) as steps:
@@ -172,7 +172,7 @@ class LocalTraining:
         return progress.losses, progress.tokens
 
     def _collated(self, rows: Rows) -> list[ExampleBatch]:
-        """Yield the batches of one step."""
+        """Return the batches of one step."""
         size = self._task.config.train.batch_size
         return [self._by.batch(rows[i : i + size]) for i in range(0, len(rows), size)]
 
@@ -184,7 +184,7 @@ class LocalTraining:
         return min(steps, train.max_steps) if train.max_steps else steps
 
     def _batches(self) -> Iterator[Rows]:
-        """Yield each step's examples, every epoch in a new order; at most train.max-steps steps if set."""
+        """Yield each step's examples, in a new order for every epoch; at most train.max-steps steps if that is set."""
         train = self._task.config.train
         generator = self._rng.torch_generator()
         size = train.batch_size * train.gradient_accumulation_steps
@@ -204,8 +204,8 @@ class LocalTraining:
 class _Held:
     """Frozen entries of the trained tensors.
 
-    A completely frozen tensor has no gradient, so the optimizer neither moves it nor creates states for it. In
-    other tensors, frozen entries are restored after the step. This is exact because AdamW treats entries separately.
+    A fully frozen tensor has no gradient, so the optimizer neither moves it nor creates state for it. In other tensors,
+    frozen entries are restored after the step. This is exact because AdamW treats entries independently.
     """
 
     def __init__(self, trained: Mapping[str, Tensor], frozen: Weights) -> None:
@@ -218,7 +218,7 @@ class _Held:
         self._kept = self._now()
 
     def begin(self, moved: bool) -> None:
-        """Prepare a step once its gradients exist. `moved`: other steps may have moved entries frozen in this one."""
+        """Prepare a step once its gradients exist. `moved`: earlier steps may have moved entries frozen in this one."""
         for parameter in self._whole:
             parameter.grad = None
         if moved:

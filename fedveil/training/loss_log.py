@@ -1,4 +1,4 @@
-"""The log of losses during training."""
+"""A log of the losses during training."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor
 from fedveil.contract.task import TrainingProgress, Watch
 from fedveil.errors import TaskError
 
-_READ_SECONDS = 0.5  # seconds between two readings of the losses: each one waits for the GPU
+_READ_SECONDS = 0.5  # minimum seconds between two reads of the losses: each read waits for the GPU
 _NAMED = 32  # maximum number of examples in a message
 
 
 @final
 class LossLog:
-    """The steps' losses. They stay on the device and are read several at a time, because reading waits for the device.
+    """The loss of each step. Losses stay on the device and are read several at a time, as each read waits for the GPU.
 
     Args:
-        planned: planned steps of the training.
-        learning_rate: train.learning-rate, for messages.
-        watch: receives the last loss at each reading.
-        rows_of: returns the examples of a started step, by its number from 0; examples are counted from 0 too.
+        planned: the planned number of training steps.
+        learning_rate: the value of train.learning-rate, for messages.
+        watch: receives the last loss at each read.
+        rows_of: returns the indices of a started step's examples, given the step number; both count from 0.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LossLog:
         self._started = self._last_read = time.perf_counter()
 
     def add(self, loss: Tensor, tokens: int) -> None:
-        """Add a step; from time to time read all unread losses."""
+        """Add a step; from time to time, read all unread losses."""
         self._unread.append(loss)
         self.tokens += tokens
         if time.perf_counter() - self._last_read >= _READ_SECONDS:
@@ -51,7 +51,8 @@ class LossLog:
         """Read the unread losses, if any, and pass the last one to the watch.
 
         Raises:
-            TaskError: one of them is not finite; the error names the first such step and its examples, only by number.
+            TaskError: one of them is not finite; the error identifies the first such step and its examples only by
+                number.
         """
         if not self._unread:
             return
@@ -65,7 +66,7 @@ class LossLog:
         self._watch(TrainingProgress(len(self.losses), self._planned, self.losses[-1], self.tokens, seconds))
 
     def diverged(self, what: str) -> TaskError:
-        """Return the error for the last step that was read. It counts examples from 1, as in a file of all."""
+        """Return the error for the last step read. It numbers examples from 1, as in a file with all of them."""
         step = len(self.losses)
         rows = sorted(row + 1 for row in self._rows_of(step - 1))
         more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""

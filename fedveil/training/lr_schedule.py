@@ -1,23 +1,23 @@
 """The learning rate of each step: train.lr-schedule and train.warmup-ratio, over the whole run.
 
-The curve is that of transformers' `get_scheduler` ("constant" with a warm-up is its "constant_with_warmup"). A step's
-rate is the curve's value in the middle of the step: step s of S, in round r of R, is at (r + (s + 1/2) / S) / R of
-the run. So only the round determines a site's position. A repeated or resumed round has the same rates. Sites
-with more steps than others cover the same part of the curve in a round, and on a straight section their mean
-rate is exactly the same. No step has a rate of 0, as a site's only step of the first round otherwise would.
+The curves are from transformers' `get_scheduler` ("constant" with a warm-up is its "constant_with_warmup"). A step's
+rate is the curve's value at the middle of the step: step s of S, in round r of R, is at (r + (s + 1/2) / S) / R of
+the run. So the round alone determines a site's position on the curve. A repeated or resumed round has the same rates.
+Sites with more steps than others cover the same part of the curve in a round, and on a straight section their mean
+rate is exactly the same. No step has a rate of 0; otherwise a site's only step in the first round could have it.
 
-train.warmup-ratio is a fraction of the run, not a number of rounds: runs of a few rounds have warm-ups shorter than a
+train.warmup-ratio is a fraction of the run, not a number of rounds: runs with few rounds have warm-ups shorter than a
 round.
 
 | case | result |
 |---|---|
-| a site that misses rounds | it continues at the run's current position |
-| a client round in which a method trains twice | both trainings cover the round's part of the curve |
-| run.rounds raised at a resume | ConfigError: the curve would jump |
-| noisy steps (dp.*), or a method whose clients make no steps of train.* | ConfigError before any site is contacted |
+| a site misses rounds | it continues at the run's current position |
+| a method trains twice in a client round | both passes cover the round's part of the curve |
+| run.rounds is raised on resume | ConfigError: the curve would jump |
+| noisy steps (dp.*), or a method whose clients take no train.* steps | ConfigError before any site is contacted |
 
-Other names of `get_scheduler` are not supported: "polynomial" and "cosine_with_restarts" equal the two curves here
-unless they get their own arguments, and "inverse_sqrt" counts steps, whose number differs between sites.
+Other `get_scheduler` names are not supported: with default arguments, "polynomial" and "cosine_with_restarts" equal the
+two curves here, and "inverse_sqrt" counts steps, whose number differs between sites.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ import torch
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError
 
-_TICKS = 10**9  # ticks of a whole run, for any rounds and steps: integers, so that all sites round alike
+_TICKS = 10**9  # ticks in a whole run, whatever its rounds and steps: integers, so that all sites round alike
 
 
 @final
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """The rates of a run.
+    """The learning rates of a run.
 
     Attributes:
-        rounds: number of rounds of the whole run.
+        rounds: number of rounds in the whole run.
         peak: train.learning-rate.
-        factor: factor of the peak, by ticks since the run began.
+        factor: maps ticks since the start of the run to a multiple of the peak.
     """
 
     rounds: int
@@ -51,7 +51,7 @@ class LearningRateSchedule:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> LearningRateSchedule | None:
-        """Create the schedule of the run config; None for a constant rate."""
+        """Create the schedule from the run config; None for a constant rate."""
         train = config.train
         if train.lr_schedule == "constant" and not train.warmup_ratio:
             return None
@@ -63,7 +63,7 @@ class LearningRateSchedule:
         return cls(config.run.rounds, train.learning_rate, scheduler.lr_lambdas[0])
 
     def rate(self, round_: int, step: int, steps: int) -> float:
-        """Return the rate of step `step` of `steps` in a round, from 0. Raises ConfigError past the run's rounds."""
+        """Return the rate of step `step` of `steps` in a round; both count from 0. Raises ConfigError past the run."""
         if round_ >= self.rounds:
             raise ConfigError(
                 f"run.rounds: expected more than {round_} with train.lr-schedule or train.warmup-ratio, found "

@@ -1,12 +1,12 @@
-"""The optimizer of local training, by train.optimizer.
+"""The optimizer for local training, chosen by train.optimizer.
 
-| name | states, bytes per weight | |
+| name | state bytes per weight | |
 |---|---|---|
 | "adamw" | 8 | torch's own |
 | "adamw-8bit" | 2 | bitsandbytes' AdamW (Dettmers et al. 2022): 8 bits per state, one scale per block of 256 |
-| "paged-adamw-8bit" | 2 | the same in pages that the driver moves to the host if the GPU is full; not on a CPU |
+| "paged-adamw-8bit" | 2 | the same, in pages that the driver moves to the host if the GPU is full; not on a CPU |
 
-For tensors below 4,096 entries, bitsandbytes uses states of 32 bits.
+For tensors with fewer than 4,096 entries, bitsandbytes uses 32-bit states.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fedveil.contract.method import Method
 from fedveil.errors import ConfigError
 from fedveil.privacy.dp_sgd import DpSgdConfig
 
-_PIECE = 1 << 20  # entries in whole blocks: on a CPU, bitsandbytes' temporary memory is five times as large
-_OF_STEPS = ("lr-schedule", "warmup-ratio", "max-grad-norm")  # keys that only affect runs with AdamW's steps
-_SMALLEST = 4096  # entries of the smallest tensor with states of 8 bits
+_PIECE = 1 << 20  # entries, in whole blocks: on a CPU, bitsandbytes' temporary memory is five times as large
+_OF_STEPS = ("lr-schedule", "warmup-ratio", "max-grad-norm")  # keys that only affect AdamW steps
+_SMALLEST = 4096  # entries in the smallest tensor with 8-bit states
 
 
 class LocalOptimizer(Protocol):
-    """The interface that local training needs of an optimizer."""
+    """The optimizer interface that local training needs."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -35,7 +35,7 @@ class LocalOptimizer(Protocol):
         ...
 
     def step(self) -> Any:
-        """Update the parameters by their gradients."""
+        """Update the parameters with their gradients."""
         ...
 
     def zero_grad(self) -> None:
@@ -61,8 +61,8 @@ def create(parameters: list[Tensor], train: TrainConfig) -> LocalOptimizer:
         return PagedAdamW8bit(parameters, lr=train.learning_rate, weight_decay=train.weight_decay)  # type: ignore[no-any-return]
     if train.optimizer == "adamw-8bit":
         return _eight_bit(parameters, train) if on_gpu else _Pieces(parameters, train)
-    # Entries are read in memory order: a gradient in another order would move the wrong ones, without an error from
-    # torch.
+    # The fused step reads entries in memory order: a gradient with a different layout would update the wrong entries,
+    # without an error from torch.
     fused = all(p.is_contiguous() for p in parameters) or None
     return torch.optim.AdamW(parameters, lr=train.learning_rate, weight_decay=train.weight_decay, fused=fused)
 
@@ -74,15 +74,14 @@ def set_rate(optimiser: LocalOptimizer, learning_rate: float) -> None:
 
 
 def check_optimizer(method: Method, config: RunConfig) -> None:
-    """Check that the run makes the steps that its keys configure.
+    """Check that the run takes the steps that its keys configure.
 
     Raises:
-        ConfigError: a key of AdamW's steps in a run whose clients make other steps, or none, and would
-            ignore it.
+        ConfigError: a key for AdamW steps is set, but the clients take other steps or none and would ignore it.
     """
     if DpSgdConfig.from_config(config.dp) is not None:
         _check_noisy(method, config)
-        instead = "dp.*, whose noisy steps are plain SGD and clip every example; leave it out, and see dp.learning-rate"
+        instead = "dp.*, whose noisy steps are plain SGD and clip every example; leave it out; see dp.learning-rate"
     elif not method.uses_local_optimizer:
         instead = f"the method {config.method.name}, whose clients take no such steps; leave it out"
     else:
@@ -114,14 +113,14 @@ def _eight_bit(parameters: list[Tensor], train: TrainConfig) -> Any:
 
 
 def _split(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return views of the flat tensor. The last one is never so small that its states would have 32 bits."""
+    """Return views of the flattened tensor. The last one is never so small that it would get 32-bit states."""
     whole = max(0, tensor.numel() - _SMALLEST) // _PIECE
     return torch.split(tensor.reshape(-1), [_PIECE] * whole + [tensor.numel() - whole * _PIECE])
 
 
 @final
 class _Pieces:
-    """8-bit AdamW that processes large tensors in pieces of whole blocks, with bit-identical results."""
+    """8-bit AdamW that processes large tensors in pieces of whole blocks; the results are bit-identical."""
 
     def __init__(self, parameters: list[Tensor], train: TrainConfig) -> None:
         self._parameters = parameters
@@ -135,7 +134,7 @@ class _Pieces:
         return groups
 
     def step(self) -> None:
-        """Update the parameters by their gradients."""
+        """Update the parameters with their gradients."""
         for parameter, pieces in zip(self._parameters, self._pieces, strict=True):
             grads = [None] * len(pieces) if parameter.grad is None else _split(parameter.grad)
             for piece, grad in zip(pieces, grads, strict=True):

@@ -1,12 +1,12 @@
-"""Per-example steps: the examples of each step, and the gradient of each example's own loss.
+"""Per-example steps: the examples in each step, and the gradient of each example's own loss.
 
-A task that offers `PerExampleLoss` supports them. Its loss must be a pure function of the weights and one example, so
-that torch.func can differentiate all examples of a batch at once. Memory: the per-example gradients and the stored
-values of their backward passes, linear in the batch.
+Tasks support them by implementing `PerExampleLoss`. The loss must be a pure function of the weights and one example, so
+that torch.func can differentiate all examples in a batch at once. Memory grows linearly with the batch: the per-example
+gradients, and the values stored for their backward passes.
 
 If the examples interact with the weights only through features T (n x m) of the weights (`PerExampleFeatureLoss`), the
-gradient of example i with respect to T has rank one, l_i r_i^T, and its norm is |l_i| |r_i|. So an example needs no
-backward pass of its own. Time and memory: one backward pass, and n + m numbers per example."""
+gradient of example i with respect to T has rank one, l_i r_i^T, and its norm is |l_i| |r_i|. So no example needs its
+own backward pass. Time and memory: one backward pass, and n + m numbers per example."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ __all__ = [
 
 @runtime_checkable
 class PerExampleLoss(Protocol):
-    """The interface that a task adds to `gradient_backend.TrainableTask` if it has a loss per example."""
+    """The interface that a task with a per-example loss adds to `gradient_backend.TrainableTask`."""
 
     def samples(self, rows: Rows) -> tuple[Tensor, ...]:
-        """Return the examples as tensors on the model's device, each with the examples as its first dimension."""
+        """Return the examples as tensors on the model's device; the first dimension of each indexes the examples."""
         ...
 
     def sample_loss(self, weights: Mapping[str, Tensor], *sample: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class PerExampleLoss(Protocol):
 
 @runtime_checkable
 class DifferentiatesRows(Protocol):
-    """The interface of a task that itself chooses how its rows are differentiated, where vmap may not apply."""
+    """The interface of a task that differentiates its rows in its own way, for cases where vmap may not apply."""
 
     def example_gradients(self, rows: Rows, weights: Weights) -> PerExampleGradients:
         """Return the gradient of each row's own loss at `weights`, on the model's device."""
@@ -68,21 +68,21 @@ class DifferentiatesRows(Protocol):
 
 @runtime_checkable
 class PerExampleFeatureLoss(Protocol):
-    """The interface of a task whose example loss depends on the example and on features of the weights alone."""
+    """The interface of a task whose example loss depends only on the example and on features of the weights."""
 
     def samples(self, rows: Rows) -> tuple[Tensor, ...]:
         """See PerExampleLoss."""
         ...
 
     def features(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """Return T (n x m) on the model's device, from weights on any; pure, and differentiable by torch.func.
+        """Return T (n x m) on the model's device, from weights on any device; pure, and differentiable by torch.func.
 
-        Raises TaskError if this adapter has none.
+        Raises TaskError if this adapter has no features.
         """
         ...
 
     def factors(self, features: Tensor, *samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Return l (rows x n) and r (rows x m): the gradient of row i's loss in T is l_i r_i^T."""
+        """Return l (rows x n) and r (rows x m): the gradient of row i's loss with respect to T is l_i r_i^T."""
         ...
 
 
@@ -90,7 +90,7 @@ class PerExampleFeatureLoss(Protocol):
 class LocalGradientSource(PerExampleGradientSource):
     """The per-example gradients of one client. train.gradient-accumulation-steps does not affect them.
 
-    `by` computes the gradients of whole weights; None: `per_example_gradients`.
+    `by` computes gradients with respect to the full weights; if None, `per_example_gradients` does.
     """
 
     def __init__(self, task: Any, rows: Rows, by: Callable[[Rows, Weights], PerExampleGradients] | None = None) -> None:
@@ -110,7 +110,7 @@ class LocalGradientSource(PerExampleGradientSource):
     @property
     @override
     def steps(self) -> int:
-        """Return the number of steps. Raises ConfigError for a batch that is larger than the site's data."""
+        """Return the number of steps. Raises ConfigError if the batch is larger than the site's data."""
         train = self._task.config.train
         return count_steps(len(self._rows), train.batch_size, train.epochs, train.max_steps)
 
@@ -136,7 +136,7 @@ class LocalGradientSource(PerExampleGradientSource):
 
 
 def count_steps(num_examples: int, batch_size: int, epochs: int, max_steps: int) -> int:
-    """Return the steps of a participation: whole batches only. Raises ConfigError for a batch larger than the data."""
+    """Return the steps per participation, in whole batches. Raises ConfigError if a batch is larger than the data."""
     check_batch(batch_size, num_examples)
     planned = epochs * (num_examples // batch_size)
     return min(planned, max_steps) if max_steps else planned
@@ -145,7 +145,7 @@ def count_steps(num_examples: int, batch_size: int, epochs: int, max_steps: int)
 def draw_batches(
     sampling: Sampling, num_examples: int, batch_size: int, count: int, rng: RandomStream, skip: int = 0
 ) -> list[BatchIndices]:
-    """See `PerExampleGradientSource.batches`. Raises ConfigError for a batch that is larger than the site's data."""
+    """See `PerExampleGradientSource.batches`. Raises ConfigError if the batch is larger than the site's data."""
     check_batch(batch_size, num_examples)
     if sampling == "poisson":
         taken = rng.bernoulli(batch_size / num_examples, (skip + count, num_examples))[skip:]
@@ -164,12 +164,12 @@ def per_example_gradients(task: object, spec: Spec, rows: Rows, weights: Weights
     """Return the gradient of each example's own loss at `weights`, on the weights' device.
 
     Raises:
-        TaskError: weights that do not match the spec, or a task without a loss per example.
+        TaskError: weights that do not match the spec, or a task without a per-example loss.
     """
     if not isinstance(task, PerExampleLoss):
         raise TaskError(
-            f"task.name: expected a task with a loss for every single example, found {type(task).__name__}; this "
-            "method needs one that trains a prompt"
+            f"task.name: expected a task with a per-example loss, found {type(task).__name__}; this method needs one "
+            "that trains a prompt"
         )
     _check(weights, spec)
     home = next(iter(weights.values())).device
@@ -204,8 +204,8 @@ def gradients_of_examples(
     except Exception as error:  # torch raises RuntimeError, NotImplementedError, GuardOnDataDependentSymNode, ...
         kind = type(getattr(getattr(task, "base", None), "model", task)).__name__
         raise TaskError(
-            "task.model: expected a model whose examples torch can differentiate one by one, as dp.* needs, found "
-            f"{kind}, at which torch.func raises {type(error).__name__}; use another base, or train without dp.*"
+            "task.model: expected a model for which torch can compute per-example gradients, as dp.* requires, found "
+            f"{kind}, for which torch.func raises {type(error).__name__}; use another base, or train without dp.*"
         ) from None
     return PerExampleGradients({name: g.detach() for name, g in gradients.items()}, losses.detach())
 
@@ -214,7 +214,7 @@ def feature_gradients(task: object, spec: Spec, rows: Rows, weights: Weights) ->
     """See `PerExampleGradientSource.feature`; on the weights' device.
 
     Raises:
-        TaskError: weights that do not match the spec, or a task or an adapter without such features.
+        TaskError: weights that do not match the spec, or a task or adapter without such features.
     """
     if not isinstance(task, PerExampleFeatureLoss):
         raise TaskError(

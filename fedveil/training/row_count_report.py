@@ -1,6 +1,6 @@
-"""A trainer that reports how many of the site's rows were cut or left out; see `fedveil.contract.row_counts`.
+"""A trainer that reports how many of the site's rows were truncated or dropped; see `fedveil.contract.row_counts`.
 
-Steps with per-example gradients report nothing of it.
+Per-example gradient steps do not report these counts.
 """
 
 from __future__ import annotations

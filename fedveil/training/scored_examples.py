@@ -1,7 +1,8 @@
-"""The choice of the test examples that an evaluation scores: at most evaluate.eval-examples, drawn from run.seed.
+"""Choose the test examples to score in an evaluation: at most evaluate.eval-examples, drawn from run.seed.
 
-The examples are divided into as many equal parts as are to be scored, in their order, and one is drawn from each part.
-So a file that is sorted by class is scored in all its classes. Each round, and a resumed run, scores the same examples.
+The examples are divided, in order, into as many equal parts as there are examples to score, and one is drawn from each
+part. So a file sorted by class is scored on all its classes. Every round and every resumed run scores the same
+examples.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def draw_scored(examples: Sequence[_Example], config: RunConfig) -> Sequence[_Ex
 
 
 def draw_spread(total: int, count: int, config: RunConfig, purpose: str = "scored examples") -> list[int]:
-    """Return `count` of `total` positions in order, one from each of as many equal parts."""
+    """Return `count` of `total` positions, in order: one from each of `count` equal parts."""
     stream = rng.initial_stream(config.run.seed, purpose)
     bounds = [total * i // count for i in range(count + 1)]
     return [low + stream.choice(high - low, 1)[0] for low, high in itertools.pairwise(bounds)]

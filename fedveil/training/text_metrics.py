@@ -1,12 +1,12 @@
 """Scores of generated text against several references per source.
 
-`score_texts` gives bleu, rouge_l, nist, meteor and cider, `score_captions` bleu_1 to bleu_4, rouge_l, cider and
-cider_r, each in the scale of its usual tool:
+`score_texts` returns bleu, rouge_l, nist, meteor and cider; `score_captions` returns bleu_1 to bleu_4, rouge_l, cider
+and cider_r. Each score uses the scale of its usual tool:
 
 | score | scale | computed by |
 |---|---|---|
 | bleu | 0 to 100 | sacrebleu, corpus BLEU-4, its own tokenizer ("13a"), case-sensitive |
-| rouge_l | 0 to 1 | rouge-score, F of the longest common subsequence, best reference, mean over sources |
+| rouge_l | 0 to 1 | rouge-score, F-measure of the longest common subsequence, best reference, mean over sources |
 | nist | 0 to about 10 | nltk, corpus NIST up to 5-grams |
 | meteor | 0 to 1 | nltk, only exact and Porter stem matches: WordNet's synonyms need a download, so values are lower |
 | cider | 0 to 10 | CIDEr-D as in coco-caption: 10 x the mean; typically 1 to 3 on E2E |
@@ -42,7 +42,7 @@ Gram = tuple[str, ...]
 MAX_N = 4
 SCORES = ("bleu", "rouge_l", "nist", "meteor", "cider")
 CAPTIONS = (*(f"bleu_{n}" for n in range(1, MAX_N + 1)), "rouge_l", "cider", "cider_r")
-SHORT_WORDS = 3  # of an answer that is right or wrong as a whole
+SHORT_WORDS = 3  # maximum length of an answer that is either right or wrong as a whole
 SIGMA = 6.0
 OF_REPETITION, OF_LENGTH = 0.8, 0.2  # the exponents of CIDEr-R's two penalties
 
@@ -50,10 +50,10 @@ _WORD = re.compile(r"[^\W_]+(?:[-.,:/][^\W_]+)*|'[^\W\d_]+|[^\w\s]|_")
 
 
 def tokenize_words(text: str) -> list[str]:
-    """Split text into lower-case words and punctuation marks, in the manner of the Penn Treebank.
+    """Split text into lowercase words and punctuation marks, in the style of the Penn Treebank.
 
-    Hyphens, periods, commas and slashes inside a word or number stay ("family-friendly", "3.5"); a clitic is a separate
-    word ("it 's"); any other mark is a separate token."""
+    Hyphens, periods, commas and slashes inside a word or number are kept ("family-friendly", "3.5"); a clitic is a
+    separate word ("it 's"); any other mark is a separate token."""
     return _WORD.findall(text.lower())
 
 
@@ -61,7 +61,7 @@ def score_texts(candidates: Sequence[str], references: Sequence[Sequence[str]]) 
     """Return all scores of `candidates`, one per source, against `references`, at least one per source.
 
     Raises:
-        ValueError: no candidate, different lengths, or a source without a reference.
+        ValueError: there are no candidates, the lengths differ, or a source has no reference.
     """
     _check(candidates, references)
     candidate_words = [tokenize_words(c) for c in candidates]
@@ -89,7 +89,7 @@ def score_captions(candidates: Sequence[str], references: Sequence[Sequence[str]
 
 
 def exact_match(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """Return the fraction of candidates equal to a reference, ignoring case, outer space and a final period."""
+    """Return the fraction of candidates that equal a reference, ignoring case, outer whitespace and a final period."""
     _check(candidates, references)
     return sum(_plain(c) in map(_plain, refs) for c, refs in zip(candidates, references, strict=True)) / len(candidates)
 
@@ -97,18 +97,18 @@ def exact_match(candidates: Sequence[str], references: Sequence[Sequence[str]]) 
 def select_telling(
     scores: Mapping[str, float], references: Sequence[Sequence[str]], wanted: str = "loss"
 ) -> dict[str, float]:
-    """Return the scores that can tell good from bad answers as long as these references.
+    """Return the scores that can tell good answers from bad ones, given the length of the references.
 
-    BLEU-n is 0 without n words in a row, so that it is 0 for the right answer "yes" and for the wrong one; n-grams of
-    CIDEr, NIST and METEOR say as little. Few long answers equal a reference exactly.
+    BLEU-n is 0 without n words in a row, so it is 0 both for the right answer "yes" and for a wrong one; the n-grams of
+    CIDEr, NIST and METEOR say just as little. Long answers rarely equal a reference exactly.
 
-    | of most sources, the longest reference has | left out |
+    | for most sources, the longest reference has | omitted scores |
     |---|---|
-    | at most SHORT_WORDS words | bleu, nist, meteor, cider, cider_r, and bleu_n of n above that number of words |
-    | more | exact_match |
+    | at most SHORT_WORDS words | bleu, nist, meteor, cider, cider_r, and bleu_n for n above that number of words |
+    | more words | exact_match |
 
     Raises:
-        TaskError: `wanted`, evaluate.metric, is one of those that are left out.
+        TaskError: `wanted`, which is evaluate.metric, is one of the omitted scores.
     """
     words = int(statistics.median_low([max(len(tokenize_words(ref)) for ref in refs) for refs in references]))
     if words > SHORT_WORDS:
@@ -139,8 +139,8 @@ def _check(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> No
 def cider_d(candidates: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> list[float]:
     """Return CIDEr-D of each candidate (Vedantam, Zitnick, Parikh 2015, Eq. 2 to 4 and section 5), times 10.
 
-    Document frequencies come from these references, one document per source. A value is 0 to 10; a set of one source
-    scores 0 throughout, because every idf is then log 1.
+    Document frequencies come from these references, with one document per source. Values range from 0 to 10; with a
+    single source all scores are 0, because every idf is then log 1.
     """
     return _consensus(candidates, references, _gaussian)
 
@@ -148,15 +148,15 @@ def cider_d(candidates: Sequence[Sequence[str]], references: Sequence[Sequence[S
 def cider_r(candidates: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> list[float]:
     """Return CIDEr-R of each candidate (Santos, Colombini, Avila 2021, as in the authors' own scorer), times 10.
 
-    It is CIDEr-D with rep^0.8 len^0.2 instead of its Gaussian, for a reference of l words and a candidate of k; the
-    clipped cosine stays:
+    It is CIDEr-D with rep^0.8 len^0.2 in place of the Gaussian, for a reference of l words and a candidate of k words;
+    the clipped cosine is the same:
 
         len = exp(-((k - l) / l)^2)
         rep = geometric mean of 1 / (1 + |times in the candidate - times in the reference|) over the candidate's words
 
-    In rep a word consists of letters and digits, each distinct word counts once, and a word that the reference lacks
-    may occur once without penalty.
-    That scorer uses k - 1 and l - 1 as lengths, which makes it divide by 0 for a reference of one word.
+    In rep, a word consists of letters and digits, each distinct word counts once, and a word that the reference lacks
+    may occur once without penalty. The authors' scorer uses k - 1 and l - 1 as lengths, so it divides by 0 for a
+    one-word reference.
     """
     return _consensus(candidates, references, _robust)
 
@@ -199,7 +199,7 @@ def _gram_counts(tokens: Sequence[str]) -> Counter[Gram]:
 
 
 def _tf_idf(counts: Counter[Gram], documents: Counter[Gram], log_sources: float) -> list[dict[Gram, float]]:
-    """Return one vector for each n. An n-gram that no reference has counts as if one reference had it."""
+    """Return one vector for each n. An n-gram absent from all references counts as if one reference had it."""
     vectors: list[dict[Gram, float]] = [{} for _ in range(MAX_N)]
     for gram, count in counts.items():
         vectors[len(gram) - 1][gram] = count * (log_sources - math.log(max(1, documents[gram])))
@@ -207,7 +207,7 @@ def _tf_idf(counts: Counter[Gram], documents: Counter[Gram], log_sources: float)
 
 
 def _clipped_cosine(own: list[dict[Gram, float]], other: list[dict[Gram, float]]) -> float:
-    """Return the mean cosine over n. Clip the candidate's entries at the reference's: repeating gains nothing."""
+    """Return the mean cosine over n. The candidate's entries are clipped at the reference's: repeats gain nothing."""
     total = 0.0
     for mine, theirs in zip(own, other, strict=True):
         lengths = _norm(mine.values()) * _norm(theirs.values())
@@ -246,7 +246,7 @@ def _nist(candidates: list[list[str]], references: list[list[list[str]]]) -> flo
 
 
 class _NoSynonyms:
-    """A replacement for WordNet in nltk: no word has synonyms."""
+    """A stand-in for nltk's WordNet in which no word has synonyms."""
 
     def synsets(self, word: str) -> list[str]:
         return []

@@ -1,4 +1,4 @@
-"""The number of threads that compute."""
+"""The number of compute threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedveil.config import RunConfig
 
 @contextlib.contextmanager
 def limit_threads(config: RunConfig) -> Iterator[None]:
-    """Use one thread under run.deterministic, because the split of a sum over threads affects its last bits."""
+    """Use one thread under run.deterministic, because splitting a sum over threads affects its last bits."""
     before = torch.get_num_threads()
     torch.set_num_threads(1 if config.run.deterministic else before)
     try:

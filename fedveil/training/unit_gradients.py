@@ -1,16 +1,17 @@
-"""Training by units, such as patients: a trainer whose examples are the units of a site, and not its rows.
+"""Training by unit, such as by patient: a trainer whose examples are a site's units rather than its rows.
 
     step:  draw each of the U units with probability q = M / U, independently;   M: train.batch-size
            v_u = (1 / |R_u|) sum_i g_i,   R_u: all rows of unit u, or k = dp.unit-rows of them at random
 
-A caller clips v_u as it clips a row's gradient, so one unit has one clip per step and the accountant's "row" reads as
-"unit". k bounds work and skew. It does not change epsilon, because v_u is a function of one unit's rows in any case.
+The caller clips v_u just as it would clip a row's gradient, so each unit is clipped once per step, and "row" in the
+accountant means "unit". k bounds work and skew. It does not change epsilon, because v_u is a function of one unit's
+rows in any case.
 
-Everything that depends on a number of examples uses U: the batches, the steps of a participation, the number of
-examples of an upload, the examples that a policy counts. How many rows a unit has changes nothing but its gradient.
+Everything that depends on a number of examples uses U: the batches, the steps per participation, the number of examples
+reported with an upload, and the examples that a policy counts. The number of rows in a unit affects only its gradient.
 
-The rows' gradients are computed at most train.batch-size at a time and added to their unit's sum, so a unit may
-have more rows than fit into memory at once.
+The rows' gradients are computed at most train.batch-size at a time and added to their unit's sum, so a unit may have
+more rows than fit into memory at once.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ __all__ = ["UnitGradientSource", "UnitTrainer"]
 
 @final
 class UnitGradientSource(PerExampleGradientSource):
-    """The gradients of a site's units. Each unit is one example to the caller.
+    """The gradients of a site's units. To the caller, each unit is one example.
 
     Args:
-        rows: the gradients of the single rows.
+        rows: the source of the gradients of individual rows.
         units: the rows of each unit.
         config: train.* determines batches and steps; dp.unit-rows is k.
     """
@@ -59,13 +60,13 @@ class UnitGradientSource(PerExampleGradientSource):
     @property
     @override
     def num_examples(self) -> int:
-        """Return U."""
+        """Return U, the number of units."""
         return len(self._units)
 
     @property
     @override
     def batch_size(self) -> int:
-        """Return M, the configured units of a step."""
+        """Return M, the configured number of units per step."""
         return self._config.train.batch_size
 
     @property
@@ -99,7 +100,7 @@ class UnitGradientSource(PerExampleGradientSource):
                 means = {name: g.new_zeros((len(batch.rows), *g.shape[1:])) for name, g in of_rows.gradients.items()}
                 losses = of_rows.losses.new_zeros(len(batch.rows))
             owner = torch.tensor(owners[part], dtype=torch.long, device=losses.device)
-            # Not a product with a 0-1 matrix, by which one row that is not finite would reach every unit.
+            # Not a product with a 0-1 matrix, through which one non-finite row would contaminate every unit.
             for name, gradient in of_rows.gradients.items():
                 means[name].index_add_(0, owner, gradient / _sizes(batch, owner, gradient))
             losses.index_add_(0, owner, of_rows.losses / _sizes(batch, owner, of_rows.losses))
@@ -146,7 +147,7 @@ class UnitTrainer(PerExampleTrainerWrapper):
 
     @override
     def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
-        """Raise ConfigError, because plain training does not know units."""
+        """Raise ConfigError, because plain training does not support units."""
         raise _by_rows()
 
     @override

@@ -1,1 +1,1 @@
-"""Codecs (one file each), the envelope around them, and message capture."""
+"""Codecs (one file each), the message envelope, and message capture."""

@@ -1,14 +1,14 @@
-"""Bits: a boolean tensor, one bit per entry.
+"""Bit codec: a boolean tensor, one bit per entry.
 
-Bytes: entry i, in row-major order, is bit i % 8 (bit 0 is the least significant) of byte i // 8; True is 1. The bits
-after the last entry, at most 7, are 0. Bits per entry: 1, plus less than one byte per tensor.
+Bytes: entry i, in row-major order, is bit i % 8 (bit 0 is the least significant) of byte i // 8; True is 1. Up to 7
+padding bits after the last entry are 0. Bits per entry: 1, plus less than one byte per tensor.
 
 | case | what happens |
 |---|---|
 | empty tensor | 0 bytes |
 | 0-d tensor | one byte, 0 or 1 |
 | non-contiguous input | copied once, in row-major order of the view |
-| CUDA tensor | packed on its device, and copied to the CPU once; decoded tensors are on the CPU |
+| CUDA tensor | packed on its device, then copied to the CPU once; decoded tensors are on the CPU |
 | a pad bit that is 1 | WireError: two messages must not mean the same tensor |
 """
 
@@ -26,7 +26,7 @@ from fedveil.errors import WireError
 
 @dataclass(frozen=True)
 class BitCodec:
-    """Booleans, eight per byte."""
+    """Packs booleans, eight per byte."""
 
     @property
     def name(self) -> str:
@@ -51,7 +51,7 @@ class BitCodec:
         return torch.from_numpy(entries.view(bool)).reshape(shape)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Return an eighth of the number of entries, rounded up."""
+        """Return the number of entries divided by eight, rounded up."""
         return -(-count_elements(shape) // 8)
 
     def shape(self, value: Value) -> tuple[int, ...]:

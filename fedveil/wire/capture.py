@@ -1,11 +1,11 @@
-"""Message capture: records the bytes on the wire, which are exactly what the other side could see.
+"""Message capture: records the bytes on the wire, which are exactly the data that the other side could see.
 
     <folder>/index.jsonl            one line per message: round, attempt, site, direction, file, accepted
     <folder>/00003.0.site-1.up      the message, byte for byte; encrypted if there is a key file
     (fedveil.encrypted_files)
 
-It is off unless `run.capture-messages` is set, because a capture is as sensitive as the messages. Attacks read only a
-capture and the knowledge that they declare.
+Capture is off unless `run.capture-messages` is set, because a capture is as sensitive as the messages. Attacks use
+only a capture and the knowledge that they declare.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CapturedMessage:
 
 
 class MessageCapture:
-    """A folder of recorded messages, appended to by a run and read by attacks."""
+    """A folder of recorded messages that a run appends to and attacks read."""
 
     def __init__(self, folder: Path, seal: FileSeal = FileSeal()) -> None:
         self.folder, self._seal = folder, seal
@@ -46,10 +46,10 @@ class MessageCapture:
     def write(
         self, data: Buffer, round_: int, attempt: int, site: str, direction: Direction, accepted: bool | None = None
     ) -> None:
-        """Append one message. The first one creates the folder, which only its owner can read.
+        """Append one message. The first message creates the folder, which only its owner can read.
 
-        A resumed run repeats messages. An identical message is stored once; a different one is stored next to
-        it.
+        A resumed run repeats messages. An identical message is stored only once; a different message is stored next
+        to the first one.
         """
         paths.private_folder(self.folder)
         safe_site = re.sub(r"[^A-Za-z0-9_.-]", "_", site)
@@ -68,7 +68,7 @@ class MessageCapture:
             index.write(json.dumps(asdict(seen)) + "\n")
 
     def messages(self) -> Iterator[CapturedMessage]:
-        """Yield every message in the order recorded. Raises StateError if there is no capture or a damaged index."""
+        """Yield every message in recorded order. Raises StateError if there is no capture or the index is damaged."""
         index = self.folder / "index.jsonl"
         if not index.is_file():
             raise StateError(
@@ -77,7 +77,7 @@ class MessageCapture:
             )
         for number, line in enumerate(index.read_text().splitlines(keepends=True), 1):
             if not line.endswith("\n"):
-                return  # it is still being written, or its writer was killed
+                return  # the line is still being written, or its writer was killed
             try:
                 yield CapturedMessage(**json.loads(line))
             except (ValueError, TypeError, RecursionError):

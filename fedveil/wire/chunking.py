@@ -1,4 +1,4 @@
-"""Split a message into slices, so that no process that forwards it needs a second complete copy."""
+"""Split a message into slices, so that no process that forwards the message needs a second full copy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fedveil.errors import WireError
 if TYPE_CHECKING:
     from fedveil.contract.codec import Buffer  # not at run time: the client's thin process must not import torch
 
-# Below Flower's own unit of transport (5 MB), so that Flower does not cut an array again; above the threshold
-# (MALLOC_MMAP_THRESHOLD_ in fedveil/console/flower/processes.py) from which freed memory goes back to the system.
+# Below Flower's own chunk size (5 MB), so that Flower does not split an array again; above the threshold
+# (MALLOC_MMAP_THRESHOLD_ in fedveil/console/flower/processes.py) beyond which freed memory goes back to the system.
 SLICE_BYTES = 5 << 18
-# The server's fleet port takes no reply of more slices: Flower announces two objects for each, and an announcement of
-# more than 4,096 objects keeps its database locked for longer than 3 s (fedveil/guard/fleet_limits.py).
+# The server's fleet port refuses replies with more slices: Flower announces two objects per slice, and an announcement
+# of more than 4,096 objects keeps its database locked for longer than 3 s (fedveil/guard/fleet_limits.py).
 MAX_REPLY_SLICES = 2040
 STYPE = "fedveil.slice/1"
 
@@ -26,7 +26,7 @@ def slice_key(index: int) -> str:
 
 
 def slice_message(parts: Iterable[Buffer], size: int = SLICE_BYTES) -> Iterator[bytes]:
-    """Yield the bytes of all parts in slices of `size`; the last may be shorter. Read one part at a time."""
+    """Yield the bytes of all parts in slices of `size`; the last slice may be shorter. Read one part at a time."""
     pending = bytearray()
     for part in parts:
         view = memoryview(part).cast("B") if len(part) else memoryview(b"")
@@ -64,7 +64,7 @@ def fill_slices(whole: bytearray | mmap, slices: Iterable[Buffer]) -> bytearray 
 
 
 def order_slices(names: Sequence[str]) -> list[str]:
-    """Sort a record's keys in the order of their slices. Raises WireError unless they are slices 0, 1, 2, ..."""
+    """Sort a record's keys by slice number. Raises WireError unless they are slices 0, 1, 2, ..."""
     keys = sorted(names)
     if not keys or keys != [slice_key(i) for i in range(len(keys))]:
         raise WireError(f"message: expected slices {slice_key(0)}, {slice_key(1)}, ..., found {keys[:4] or 'none'}")

@@ -1,7 +1,7 @@
-"""Dense: the plain entries of a tensor.
+"""Dense codec: the plain entries of a tensor.
 
-Bytes: the entries in row-major order, each in the dtype's own little-endian form (IEEE 754 binary32 or binary16, or
-bfloat16); no header, no padding. Bits per entry: 32 for float32, 16 for float16 and bfloat16, exactly.
+Bytes: the entries in row-major order, each in the dtype's own little-endian format (IEEE 754 binary32 or binary16, or
+bfloat16); no header, no padding. Bits per entry: exactly 32 for float32, 16 for float16 and bfloat16.
 
 | case | what happens |
 |---|---|
@@ -10,8 +10,8 @@ bfloat16); no header, no padding. Bits per entry: 32 for float32, 16 for float16
 | non-contiguous input | copied once, in row-major order of the view |
 | CUDA tensor | copied to the CPU once; decoded tensors are on the CPU |
 | contiguous CPU tensor | not copied: the encoded part is a view of it |
-| NaN, infinities, -0.0, subnormals | every bit is kept |
-| another dtype | WireError; the codec does not cast |
+| NaN, infinities, -0.0, subnormals | every bit is preserved |
+| a different dtype | WireError; the codec does not cast |
 | decoded tensor | a view of the received bytes: do not write to it |
 """
 
@@ -30,7 +30,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class DenseCodec:
-    """Entries of one floating-point dtype, without a copy if possible."""
+    """Encodes entries of one floating-point dtype, without a copy if possible."""
 
     dtype: torch.dtype = torch.float32
 

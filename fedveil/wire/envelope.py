@@ -8,12 +8,13 @@
     ...        each field's bytes, at the next multiple of 8, sorted by name; zeros between them
 
 The header has method, version, round, direction, variant, the layout's digest, and each field's name, codec, shape,
-size and xxh3-64. An upload's header also has the `turn`: the site's name for the private state that it keeps with it. A
-receiver refuses a message that does not match its own layout, and names the field. The checksums detect accidents; TLS
-protects against an adversary on the network. The address prevents confusion with another run, attempt or site.
+size and xxh3-64. An upload's header also has the `turn`: the site's name for the private state that it keeps with the
+upload. A receiver refuses a message that does not match its own layout, and names the field. The checksums detect
+accidental damage; TLS protects against an adversary on the network. The address prevents confusion with another run,
+attempt or site.
 
-A message has exactly one encoding: order of fields and keys, the text of the JSON, padding and length are fixed, and a
-receiver refuses any other form. Only the zlib compression of the same text may vary between versions of zlib.
+A message has exactly one encoding: the order of fields and keys, the JSON text, padding and length are fixed, and a
+receiver refuses any other form. Only the zlib compression of the same text may vary between zlib versions.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ __all__ = [
     "unpack_message",
 ]
 
-_PARALLEL_BYTES = 8 << 20  # below this size a thread costs more than it saves
+_PARALLEL_BYTES = 8 << 20  # below this size, a thread costs more than it saves
 _POOL = ThreadPoolExecutor(2, thread_name_prefix="fedveil-wire")
 
 
 @dataclass(frozen=True)
 class EnvelopeStamp:
-    """The values on which both ends must agree before the receiver reads a field."""
+    """The values that both ends must agree on before the receiver reads a field."""
 
     method: str
     version: int
@@ -74,7 +75,7 @@ class EnvelopeStamp:
         direction: Direction,
         address: MessageAddress | None = MessageAddress(),
     ) -> EnvelopeStamp:
-        """Create the stamp of a method's message; without an address, for a message read from a capture."""
+        """Create the stamp for a method's message; without an address, for a message from a capture."""
         return cls(name, method.version, round_, direction, address)
 
 
@@ -87,9 +88,9 @@ class DecodedMessage:
         num_examples: the received number, not yet checked; None for a broadcast.
         report: metrics that the client reports; names and values are checked.
         turn: the site's name for this client round; "" if it keeps no private state, and for a broadcast.
-        field_bytes: raw bytes by field name.
-        disclosed: what the message discloses, in the form of `describe_message`.
-        norms: Euclidean norm of each floating-point field, computed along with its checksum. It is not finite if a
+        field_bytes: size in raw bytes by field name.
+        disclosed: the message's disclosures, in the form of `describe_message`.
+        norms: Euclidean norm of each floating-point field, computed along with its checksum. It is not finite if any
             value is not finite or the squares overflow.
     """
 
@@ -103,7 +104,7 @@ class DecodedMessage:
 
     @property
     def payload_bytes(self) -> int:
-        """Return the raw bytes of all fields, without the envelope."""
+        """Return the total size of all fields in raw bytes, without the envelope."""
         return sum(self.field_bytes.values())
 
 
@@ -125,7 +126,7 @@ class PackedMessage:
 
     Attributes:
         parts: bytes to concatenate. Dense fields are views of the payload's tensors, not copies.
-        disclosed: what the message discloses, in the form of `describe_message`.
+        disclosed: the message's disclosures, in the form of `describe_message`.
     """
 
     parts: list[Buffer]
@@ -140,7 +141,7 @@ def pack_message_parts(
     report: Mapping[str, float] | None = None,
     turn: str = "",
 ) -> PackedMessage:
-    """Encode the same message as `pack_message`, in parts."""
+    """Encode the same message as `pack_message`, but in parts."""
     declared = layout.fields_of(stamp.direction, payload.variant)
     validation.check_names(layout, stamp.direction, payload.variant, payload.fields)
     validation.check_scalars(layout, stamp.direction, payload.scalars)
@@ -183,12 +184,12 @@ def unpack_message(
     """Decode the message in `data`, which must have this stamp and layout.
 
     No field is copied: dense fields are views of `data`, which must not change. For a message in a file
-    (`mmap_tensors`), each access to a field releases the pages read for the others. With a `device`, fields
-    of device-decodable codecs are decoded there, again at every access. Such an access raises WireError for
-    faults that only decoding shows.
+    (`mmap_tensors`), each access to a field releases the pages read for other fields. With a `device`, fields
+    with device-decodable codecs are decoded there, again at every access. Such an access raises WireError for
+    faults that only decoding reveals.
 
     Raises:
-        WireError: names the field, what was expected and what was found.
+        WireError: the message is refused; the error names the field, the expected and the actual value.
     """
     whole = memoryview(data).cast("B")
     bounds = validation.message_bounds(layout, stamp.direction)
@@ -246,7 +247,7 @@ def _expect(key: str, expected: object, found: object) -> None:
 
 
 def _explain_layout(layout: MessageLayout, direction: Direction, header: Mapping[str, Any]) -> None:
-    """Raise WireError that names the first differing field, if the difference is in the fields that were sent."""
+    """Raise a WireError that names the first differing field, if the difference is in the fields that were sent."""
     variant = header["variant"]
     if variant in layout.variants(direction):
         validation.check_names(layout, direction, variant, [entry[0] for entry in header["fields"]])
@@ -258,7 +259,7 @@ def _explain_layout(layout: MessageLayout, direction: Direction, header: Mapping
 
 
 def describe_message(data: Buffer) -> dict[str, Any]:
-    """Return what a message discloses, from its header only, for the run folder's record of it.
+    """Return a message's disclosures, from its header only, for the run folder's disclosure record.
 
     The keys are bytes (of the whole message), payload_bytes, variant, scalars, fields as [name, codec,
     shape, bytes], and, if the run has held-out scores, figures: their bytes by name.

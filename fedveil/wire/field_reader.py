@@ -17,7 +17,7 @@ from fedveil.contract.layout import WireField
 from fedveil.errors import WireError
 from fedveil.wire import header, validation
 
-_BLOCK_BYTES = 1 << 22  # a block of this size stays in cache between checksum and norm
+_BLOCK_BYTES = 1 << 22  # a block of this size stays in the cache between checksum and norm
 _HALF_BLOCK_BYTES = 1 << 19  # for half precision, which the norm widens to twice the size
 
 
@@ -27,9 +27,9 @@ class FieldReadJob:
 
     Attributes:
         data: bytes of the field.
-        declared: the field in the layout.
-        entry: the field in the header: name, codec, shape, bytes, checksum.
-        device: device for device-decodable codecs; None decodes on the CPU, at once.
+        declared: the field as declared in the layout.
+        entry: the field's entry in the header: name, codec, shape, bytes, checksum.
+        device: device for device-decodable codecs; None decodes on the CPU immediately.
     """
 
     data: memoryview
@@ -45,8 +45,8 @@ class FieldReadJob:
     def read(self) -> tuple[Callable[[], Value], float | None]:
         """Return a function that returns the value, and the value's norm if it is floating-point.
 
-        One pass reads the bytes for checksum and norm. Raises WireError. If the value is decoded on a device,
-        the function also raises it, for faults that only decoding shows.
+        One pass reads the bytes for both checksum and norm. Raises WireError. If the value is decoded on a device,
+        the returned function also raises WireError for faults that only decoding reveals.
         """
         name, codec_name, listed, _, checksum = self.entry
         codec, shape = self.declared.codec, tuple(listed)
@@ -64,7 +64,7 @@ class FieldReadJob:
         return lambda: value, norm
 
     def _named(self, decode: Callable[[], Value]) -> Value:
-        """Decode the value. A WireError names the field."""
+        """Decode the value, and name the field in any WireError."""
         try:
             return decode()
         except WireError as error:
@@ -75,7 +75,7 @@ class FieldReadJob:
         data, squares = self.data, 0.0
         is_half = floats is not None and floats.itemsize == 2
         block_bytes = _HALF_BLOCK_BYTES if is_half else _BLOCK_BYTES
-        # once per field, because allocation causes page faults
+        # Allocate once per field, because allocation causes page faults.
         wide = torch.empty(min(len(data), block_bytes) // 2 if is_half else 0)
         hasher = xxhash.xxh3_64()
         for start in range(0, len(data), block_bytes):

@@ -1,6 +1,6 @@
 """The objects of a reply as Flower sends and stores them, restricted to the form that FedVeil's sites produce.
 
-    TYPE ids length\\0body          ids: of the children, with commas; length: of the body
+    TYPE ids length\\0body          ids: the children's, comma-separated; length: the body's
 
     Message -- RecordDict -- ArrayRecord -- Array -- ArrayChunk      (a slice of the upload; many)
                           -- ConfigRecord                            (the head of the site's log)
@@ -10,13 +10,13 @@ them to read it (fedveil/server_app/object_reader.py). Those modules parse the t
 a ConfigRecord, because this module imports neither Flower nor torch.
 
 Formal guarantees, for an object that `parse_object` returns:
-- its type is the expected one, its children are distinct ids, and its body is no larger than its type allows.
+- its type is the expected type, its children are distinct ids, and its body is no larger than its type allows.
 
 | object | result |
 |---|---|
-| a head whose length has a sign or a leading zero, or is not the body's | refused |
-| JSON with a duplicate key, or nested thousands of levels deep | refused; no key wins over another |
-| an ArrayRecord with other names than slice 0, 1, 2, ... in this order | refused |
+| a head with a length that has a sign or a leading zero, or differs from the body's | refused |
+| JSON with a duplicate key, or nested thousands of levels deep | refused; no key overrides another |
+| an ArrayRecord with names other than slice 0, 1, 2, ... in this order | refused |
 | an ArrayRecord that names two equal slices | read; their number is bounded by the largest reply |
 | an Array that names its chunk twice, or a wrong number of bytes | refused: the result is no larger than the input |
 """
@@ -34,14 +34,14 @@ from fedveil.wire import chunking
 
 MAX_ARRAY_BODY_BYTES = 512  # 60 kB of "[" end Python's JSON reader with a RecursionError
 MAX_BODY_BYTES = 64 << 10
-BODY_BYTES_OF_A_SLICE = 160  # an ArrayRecord has 65 bytes of head and 78 of body for each slice
-_MAX_NAME = 80  # characters of a record's name
+BODY_BYTES_OF_A_SLICE = 160  # an ArrayRecord has 65 head bytes and 78 body bytes per slice
+_MAX_NAME = 80  # maximum number of characters in a record's name
 _ID = re.compile(r"[0-9a-f]{64}")
 _HEAD = re.compile(rb"([A-Za-z]{1,40}) ([0-9a-f,]*) (0|[1-9][0-9]{0,9})")
 
 
 class ObjectType(Enum):
-    """A class of Flower, by the name in the head of its objects."""
+    """A Flower class, by the name in the head of its objects."""
 
     MESSAGE = "Message"
     RECORD_DICT = "RecordDict"
@@ -52,7 +52,7 @@ class ObjectType(Enum):
 
 
 class ObjectFault(Enum):
-    """The part of an object that has a wrong form."""
+    """The malformed part of an object."""
 
     HEAD = "head"
     TYPE = "type"
@@ -62,7 +62,7 @@ class ObjectFault(Enum):
 
 
 class ObjectFormError(WireError):
-    """Raised for an object of a wrong form. `value` is the wrong value, only for a log."""
+    """Raised for a malformed object. `value` is the wrong value, for logs only."""
 
     def __init__(self, fault: ObjectFault, expected: ObjectType, value: str = "") -> None:
         super().__init__(f"reply: expected an object {expected.value}, found one with a different {fault.value}")
@@ -74,7 +74,7 @@ class FlowerObject:
     """An object whose head has been checked.
 
     Attributes:
-        children: distinct ids, in the order of the head.
+        children: distinct ids, in the head's order.
         body: a view of the object's bytes.
     """
 
@@ -88,17 +88,17 @@ class FlowerObject:
 
 
 def is_object_id(text: str) -> bool:
-    """Return whether a text can be the id of an object: the SHA-256 of its bytes."""
+    """Return whether a text can be an object's id, the SHA-256 of its bytes."""
     return _ID.fullmatch(text) is not None
 
 
 def max_slices(max_bytes: int) -> int:
-    """Return how many slices a message of at most `max_bytes` has."""
+    """Return the maximum number of slices in a message of at most `max_bytes`."""
     return -(-max_bytes // chunking.SLICE_BYTES)
 
 
 def parse_object(content: bytes, expected: ObjectType, slices: int) -> FlowerObject:
-    """Return the object in `content`, of a reply with at most `slices` slices. Raises ObjectFormError."""
+    """Parse `content`, an object in a reply with at most `slices` slices. Raises ObjectFormError."""
     end = content.find(b"\0")
     head, body = content[: max(end, 0)], memoryview(content)[end + 1 :]
     parts = _HEAD.fullmatch(head)
@@ -115,7 +115,7 @@ def parse_object(content: bytes, expected: ObjectType, slices: int) -> FlowerObj
 
 
 def read_record_dict(record_dict: FlowerObject) -> dict[str, str]:
-    """Return the ids of the records by their names. Raises ObjectFormError unless each child has one name."""
+    """Return the records' ids by name. Raises ObjectFormError unless each child has one name."""
     records = _json_object(record_dict)
     is_right = all(0 < len(name) <= _MAX_NAME for name in records)
     if not is_right or sorted(map(str, records.values())) != sorted(record_dict.children):
@@ -124,7 +124,7 @@ def read_record_dict(record_dict: FlowerObject) -> dict[str, str]:
 
 
 def read_array_record(array_record: FlowerObject, slices: int) -> list[str]:
-    """Return the id of each slice's Array, in order. Raises ObjectFormError for another form or more slices."""
+    """Return the id of each slice's Array, in order. Raises ObjectFormError if malformed or with more slices."""
     arrays = _json_object(array_record)
     names, ids = list(arrays), list(map(str, arrays.values()))
     is_right = 0 < len(names) <= slices and names == [chunking.slice_key(index) for index in range(len(names))]
@@ -134,11 +134,11 @@ def read_array_record(array_record: FlowerObject, slices: int) -> list[str]:
 
 
 def read_array(array: FlowerObject) -> int:
-    """Return the bytes of the one slice that an Array is. Raises ObjectFormError for another Array."""
+    """Return the number of bytes in an Array's only slice. Raises ObjectFormError for any other Array."""
     entries = _json_object(array)
     shape = entries.pop("shape", None)
     is_slice = entries == {"dtype": "uint8", "stype": chunking.STYPE, "arraychunk_ids": [0]}
-    is_zero = is_slice and type(entries["arraychunk_ids"][0]) is int  # False and 0.0 are equal to it
+    is_zero = is_slice and type(entries["arraychunk_ids"][0]) is int  # False and 0.0 also equal 0
     if not (is_zero and isinstance(shape, list) and len(shape) == 1 and type(shape[0]) is int):
         raise array.fault(ObjectFault.BODY, "Array")
     if not 0 < shape[0] <= chunking.SLICE_BYTES:

@@ -1,4 +1,4 @@
-"""Read the envelope's header. Imports no torch, for processes that forward a message without decoding it."""
+"""Read the envelope's header. Does not import torch, for processes that forward a message without decoding it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAGIC = b"FVL3"
 PREFIX = 32
 GREATEST = 1 << 53  # every integer up to it is exact as a float, in JSON parsers of any language
 TURN = re.compile(r"([0-9a-f]{16})?")  # the site's name for one client round
-_MAX_HEADER = 16 << 20  # bytes when decompressed; only a million fields would need more
+_MAX_HEADER = 16 << 20  # maximum decompressed bytes; only a million fields would need more
 _TYPES: dict[str, tuple[type, ...]] = {
     "method": (str,),
     "version": (int,),
@@ -37,7 +37,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def read_header(whole: memoryview, most: int = _MAX_HEADER) -> tuple[dict[str, Any], int]:
-    """Return the header of a message, and the offset of the first field.
+    """Return a message's header and the offset of its first field.
 
     Raises:
         WireError: there is no header, or it has more than `most` bytes, compressed or not.
@@ -64,7 +64,7 @@ def read_header(whole: memoryview, most: int = _MAX_HEADER) -> tuple[dict[str, A
         ) from None
     _check_content(content)
     if not inflate.eof or inflate.unused_data or text != write_header(content):
-        raise WireError("header: expected one zlib stream of JSON as the sender writes it, found a different form")
+        raise WireError("header: expected one zlib stream of JSON in the sender's form, found a different form")
     start = PREFIX + length + -(PREFIX + length) % 8
     check_padding("header", whole[PREFIX + length : start])
     return content, start
@@ -118,7 +118,7 @@ def _check_content(content: Any) -> None:
 
 
 def digest_of_parts(parts: Iterable[Buffer]) -> str:
-    """Return `message_digest` of the message that these parts are. Nothing but the header is copied."""
+    """Return the `message_digest` of the message that consists of these parts. Only the header is copied."""
     head, hasher = bytearray(), hashlib.sha256()
     for part in parts:
         view = memoryview(part).cast("B")
@@ -129,13 +129,13 @@ def digest_of_parts(parts: Iterable[Buffer]) -> str:
                 hasher.update(write_header(read_header(memoryview(head))[0]))
         hasher.update(view)
     if _header_size(head) > len(head):
-        read_header(memoryview(head))  # raises a better error where more than padding is missing
+        read_header(memoryview(head))  # raises a better error if more than padding is missing
         raise WireError("header: expected padding after it, found none: the message is truncated")
     return hasher.hexdigest()
 
 
 def _header_size(head: bytearray) -> int:
-    """Return how many bytes prefix, header and padding have, as far as the first bytes tell."""
+    """Return the size of prefix, header and padding in bytes, judging from the first bytes."""
     if len(head) < PREFIX:
         return PREFIX
     end = PREFIX + int.from_bytes(head[4:8], "little")
@@ -151,7 +151,7 @@ def message_digest(data: Buffer) -> str:
 
 
 def header_of_slices(slices: Iterable[bytes]) -> dict[str, Any]:
-    """Return the header of a message in slices; read only as many slices as needed. Raises WireError."""
+    """Return the header of a sliced message, reading only as many slices as needed. Raises WireError."""
     whole = bytearray()
     for part in slices:
         whole += part

@@ -1,13 +1,13 @@
-"""Integers: the entries of a vector modulo 2^bits.
+"""Integer codec: the entries of a vector modulo 2^bits.
 
-Bytes: the entries in order, little endian; no header, no padding. Bits per entry: 32 or 64, exactly. The value is an
-int32 or int64 tensor, whose bits are the entry's.
+Bytes: the entries in order, little endian; no header, no padding. Bits per entry: exactly 32 or 64. The value is an
+int32 or int64 tensor with the same bits as the entries.
 
 | case | what happens |
 |---|---|
 | empty tensor | 0 bytes |
 | contiguous CPU tensor | not copied: the encoded part is a view of it |
-| another dtype | WireError; the codec does not cast |
+| a different dtype | WireError; the codec does not cast |
 | decoded tensor | a view of the received bytes: do not write to it |
 """
 
@@ -26,7 +26,7 @@ _DTYPES = {32: torch.int32, 64: torch.int64}
 
 @dataclass(frozen=True)
 class IntegerCodec:
-    """Entries modulo 2^bits."""
+    """Encodes entries modulo 2^bits."""
 
     bits: int = 32
 

@@ -1,6 +1,6 @@
 """Keep a message, or a state between two rounds, in a memory-mapped file, so that unused fields need no memory.
 
-The file has no name, so it disappears with the last reference to its bytes, or with the process.
+The file has no name, so it disappears when the last reference to its bytes is gone or the process exits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedveil.contract.param_spec import Weights
 from fedveil.errors import StateError
 
 LEAST_BYTES = 16 << 20  # shorter messages stay in memory
-_ALIGNED = 64  # bytes, as torch aligns its own tensors
+_ALIGNED = 64  # alignment in bytes, the same as for torch's own tensors
 _Kind = TypeVar("_Kind", bound=Value)
 
 
@@ -27,7 +27,7 @@ def allocate(folder: Path, size: int) -> mmap.mmap | bytearray:
     """Allocate space for a message of `size` bytes: a file in `folder`, or memory if it is short.
 
     Raises:
-        StateError: the disk has no room. Checked here, this does not end the process later.
+        StateError: the disk has too little free space. Without this check, the process would crash later.
     """
     if size < LEAST_BYTES:
         return bytearray(size)
@@ -40,10 +40,10 @@ def allocate(folder: Path, size: int) -> mmap.mmap | bytearray:
 
 
 def mmap_weights(tensors: Weights, folder: Path) -> Weights:
-    """Return the same values in a file in `folder`; the same tensors if they are small, or not on the CPU.
+    """Return the same values, stored in a file in `folder`; small tensors and tensors not on the CPU stay as they are.
 
     Raises:
-        StateError: the disk has no room.
+        StateError: the disk has too little free space.
     """
     sizes = {name: -(-t.numel() * t.itemsize // _ALIGNED) * _ALIGNED for name, t in tensors.items()}
     total = sum(sizes.values())
@@ -62,14 +62,14 @@ def mmap_weights(tensors: Weights, folder: Path) -> Weights:
 
 
 def evict(tensors: Mapping[str, Value]) -> None:
-    """Release the memory of pages read so far, if the tensors are in a file."""
+    """Release the memory of the pages read so far, if the tensors are in a file."""
     if isinstance(tensors, MmapTensors):
         tensors.leave()
 
 
 @final
 class MmapTensors(Mapping[str, _Kind]):
-    """Fields that are views of a file's bytes. Each access releases the pages read for the others."""
+    """Fields that are views of a file's bytes. Each access releases the pages read for other fields."""
 
     def __init__(self, fields: Mapping[str, _Kind], file: mmap.mmap) -> None:
         self._fields, self._file = fields, file

@@ -1,4 +1,4 @@
-"""Dense payloads: functions that most methods share."""
+"""Dense payloads: helper functions shared by most methods."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def dense_fields(
     when: str = "always",
     prefix: str = "",
 ) -> tuple[WireField, ...]:
-    """Return one dense field for each tensor of `spec`."""
+    """Return one dense field per tensor in `spec`."""
     codec = DenseCodec(getattr(torch, dtype))
     return tuple(WireField(prefix + n, direction, codec, t.shape, "weight", variants, when) for n, t in spec.items())
 
 
 def cast_to(weights: Mapping[str, Tensor], dtype: WireDtype) -> dict[str, Tensor]:
-    """Return the weights in the wire's dtype; the same tensors if they already have it."""
+    """Return the weights in the wire's dtype, or the same tensors if they already have it."""
     return {name: w.to(getattr(torch, dtype)) for name, w in weights.items()}
 
 
@@ -41,13 +41,13 @@ def payload_tensors(payload: Payload) -> Weights:
 
 
 def as_spec(weights: Weights, spec: Spec) -> dict[str, Tensor]:
-    """Return received weights in the dtypes of the spec."""
+    """Return received weights in the spec's dtypes."""
     return {name: w.to(spec[name].dtype) for name, w in weights.items()}
 
 
 def lazy_spec(weights: Weights, spec: Spec, device: torch.device | None = None) -> Weights:
-    """Cast as `as_spec` does, at every access: no copy is kept, and a message on disk is read tensor by tensor.
+    """Cast like `as_spec`, at every access: no copy is kept, and a message on disk is read tensor by tensor.
 
-    With a `device`, tensors are copied there in the received dtype and cast afterwards.
+    With a `device`, tensors are copied there in the received dtype and then cast.
     """
     return MadeWeights(weights, lambda name: weights[name].to(device).to(spec[name].dtype))

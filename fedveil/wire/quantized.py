@@ -2,16 +2,16 @@
 
 Bytes: the scales, then the packed codes.
 
-- Scales: ceil(entries / block) little-endian fp32, finite and not negative; scale j belongs to the
-  `block` entries of the flat tensor from entry block * j on. The last block may be short.
-- Codes: digits in base L = `levels`, row-major, k to a word; the word of digits c_0 ... c_{k-1} is the
-  number c_0 + c_1 L + ... + c_{k-1} L^(k-1), in b = ceil(k log2 L) bits. Word i is bits b i to b i + b -
-  1 of one string of bits, where bit n is bit n % 8 (bit 0 the least significant) of byte n // 8. The
-  last word may hold fewer digits, r; it has ceil(r log2 L) bits. The bits after it, at most 7, are 0.
+- Scales: ceil(entries / block) little-endian fp32 values, finite and not negative; scale j belongs to the
+  `block` entries of the flat tensor that start at entry block * j. The last block may be shorter.
+- Codes: digits in base L = `levels`, row-major, k per word; the word for digits c_0 ... c_{k-1} is the
+  number c_0 + c_1 L + ... + c_{k-1} L^(k-1), in b = ceil(k log2 L) bits. Word i occupies bits b i to b i + b -
+  1 of a single bit string, where bit n is bit n % 8 (bit 0 is the least significant) of byte n // 8. The
+  last word may have fewer digits, r; it has ceil(r log2 L) bits. Up to 7 padding bits after it are 0.
 
-k is at most 11 and b is between 8 and 56. Of these pairs, `code_word` takes the one with the fewest bits
-per digit; among equals one whose b is whole bytes, and then the smallest. Where L is a power of two this
-is plain packing of log2(L) bits a code. Bits per entry: b / k + 32 / block, plus less than one byte per
+k is at most 11 and b is between 8 and 56. Among these pairs, `code_word` chooses the one with the fewest bits
+per digit; ties go to a pair with b in whole bytes, and then to the smallest. If L is a power of two, this
+is plain packing with log2(L) bits per code. Bits per entry: b / k + 32 / block, plus less than one byte per
 tensor:
 
 | L | 2 | 3 | 4 | 5 | 9 | 15 | 16 | 17 | 33 | 256 |
@@ -26,13 +26,13 @@ tensor:
 | empty tensor | 0 bytes, no scale |
 | 0-d tensor | one scale, one code |
 | non-contiguous input | copied once, in row-major order of the view |
-| CUDA tensor | packed on its device, and copied to the CPU once |
-| decoded tensors | on the CPU; `decode_on` unpacks the same on another device |
-| scale 0 or -0.0 | kept, bit for bit |
+| CUDA tensor | packed on its device, then copied to the CPU once |
+| decoded tensors | on the CPU; `decode_on` unpacks the same codes on another device |
+| scale 0 or -0.0 | preserved, bit for bit |
 | scale negative, infinite or NaN; a code of L or more; a pad bit that is 1 | WireError, on both ends |
 | decoded tensors | codes are new; scales are a view of the received bytes: do not write to them |
 
-Codes are packed in chunks of about 128 K, so that only a few MB are in use on top of input and output.
+Codes are packed in chunks of about 128 K, so that only a few MB are in use besides input and output.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from fedveil.contract.codec import Buffer, QuantizedTensor, Value, count_element
 from fedveil.errors import ConfigError, WireError
 
 _CHUNK_CODES = 1 << 17
-_CODES_THERE = 1 << 24  # at a time on a GPU: the computation needs about 20 bytes per code
-_MAX_DIGITS = 11  # the smallest limit with which every L is within 2 %
+_CODES_THERE = 1 << 24  # codes per pass on a GPU: the computation needs about 20 bytes per code
+_MAX_DIGITS = 11  # the smallest limit for which every L is within 2 %
 _MIN_BITS = 8  # 8 words then fill at least 8 bytes, see `_window`
 _MAX_BITS = 56  # a word that starts inside a byte still ends within 64 bits of that byte's start
 
@@ -64,7 +64,7 @@ def code_word(levels: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class QuantizedCodec:
-    """Codes below `levels`, with a scale for every `block` of them."""
+    """Encodes codes below `levels`, with one scale per block of `block` codes."""
 
     levels: int
     block: int = 256
@@ -114,7 +114,7 @@ class QuantizedCodec:
         return scales, data[4 * blocks :]
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of scales (4 each) and packed codes."""
+        """Return the number of bytes of the scales (4 each) and the packed codes."""
         return 4 * self._blocks(count_elements(shape)) + _packed_bytes(count_elements(shape), self.levels)
 
     def shape(self, value: Value) -> tuple[int, ...]:
@@ -150,7 +150,7 @@ def _packed_bytes(count: int, levels: int) -> int:
 
 
 def _rows(levels: int) -> tuple[int, int, int]:
-    """Return (codes per row, bytes per row, rows per chunk). A row is 8 words, and so whole bytes."""
+    """Return (codes per row, bytes per row, rows per chunk). A row is 8 words, so it has whole bytes."""
     k, b = code_word(levels)
     return 8 * k, b, _CHUNK_CODES // (8 * k)
 
@@ -232,15 +232,15 @@ def _unpack_words(packed: NDArray[np.uint8], rows: int, b: int) -> NDArray[np.ui
 
 
 def _window(packed: NDArray[np.uint8], rows: int, b: int, i: int) -> NDArray[np.uint64]:
-    """View 8 bytes of each row (of b bytes), from the byte in which word i starts. As b >= 8, none overlaps."""
+    """View 8 bytes of each row (of b bytes), from the byte where word i starts. Since b >= 8, none overlap."""
     return np.ndarray((rows,), "<u8", packed, b * i // 8, (b,))
 
 
 def _pack_there(codes: Tensor, levels: int) -> Tensor:
-    """Pack flat codes as `_pack` does, with torch operations, on their device."""
+    """Pack flat codes like `_pack`, but with torch operations on their device."""
     (k, b), width = code_word(levels), _rows(levels)[0]
     powers = torch.tensor([levels**j for j in range(k)], device=codes.device)
-    bit = 8 * torch.arange(b, device=codes.device)  # of a row, where each byte begins
+    bit = 8 * torch.arange(b, device=codes.device)  # the bit of a row at which each byte begins
     word, shift = bit // b, bit % b
     packed = []
     for part in torch.split(codes, _CODES_THERE // width * width):
@@ -249,17 +249,17 @@ def _pack_there(codes: Tensor, levels: int) -> Tensor:
         digits = torch.zeros(-(-len(part) // width) * width, dtype=torch.int64, device=codes.device)
         digits[: len(part)] = part
         words = (digits.view(-1, k) * powers).sum(1).view(-1, 8)
-        after = words.roll(-1, 1)  # the first one, after the last, is shifted out of its byte
+        after = words.roll(-1, 1)  # the first word, now after the last, is shifted out of its byte
         packed.append((words[:, word] >> shift | after[:, word] << (b - shift)).to(torch.uint8).view(-1))
     return torch.cat(packed)[: _packed_bytes(len(codes), levels)]
 
 
 def _unpack_there(packed: Tensor, count: int, levels: int) -> Tensor:
-    """Unpack as `_unpack` does, with torch operations, on the device of the packed codes."""
+    """Unpack like `_unpack`, but with torch operations on the device of the packed codes."""
     (k, b), (width, row_bytes, _) = code_word(levels), _rows(levels)
     if not count:
         return packed
-    bit = b * torch.arange(8, device=packed.device)  # of a row, where each word begins
+    bit = b * torch.arange(8, device=packed.device)  # the bit of a row at which each word begins
     codes = torch.empty(-(-count // width) * width, dtype=torch.uint8, device=packed.device)
     rows = _CODES_THERE // width
     for part, out in zip(torch.split(packed, rows * row_bytes), torch.split(codes, rows * width), strict=True):
@@ -269,7 +269,7 @@ def _unpack_there(packed: Tensor, count: int, levels: int) -> Tensor:
             padded.view(-1, row_bytes),
             torch.zeros(len(out) // width, 8, dtype=torch.int64, device=packed.device),
         )
-        for byte in range((b + 14) // 8):  # beyond the row are bits that no word has
+        for byte in range((b + 14) // 8):  # bits beyond the row belong to no word
             words |= row[:, (bit // 8 + byte).clamp_(max=row_bytes - 1)].long() << 8 * byte
         words = (words >> bit % 8 & ((1 << b) - 1)).view(-1)
         if (max_word := int(words.max())) >= levels**k:

@@ -1,4 +1,4 @@
-"""Opaque codec: bytes whose format another module checks, such as a statement of secure aggregation.
+"""Opaque codec: bytes in a format that another module checks, such as a secure aggregation statement.
 
 Bytes: the value itself. Its shape is its length.
 
@@ -19,7 +19,7 @@ from fedveil.errors import WireError
 
 @dataclass(frozen=True)
 class RawBytesCodec:
-    """Bytes of any content."""
+    """Encodes bytes with any content."""
 
     @property
     def name(self) -> str:

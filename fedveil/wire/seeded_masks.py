@@ -1,11 +1,11 @@
-"""Seeded codec: a key in place of Bernoulli masks.
+"""Seeded codec: a key instead of Bernoulli masks.
 
-Bytes: the 32 bytes of the key. Both ends expand them to the same masks
+Bytes: the 32 bytes of the key. Both ends expand the key to the same masks
 (`fedveil.ops.random_masks.expand_mask`: ChaCha20, one byte per entry, and 4 more for one entry in 256).
-Bits per entry: 256 / entries of the masks, against 1 for `BitCodec`.
+Bits per entry: 256 divided by the number of mask entries, compared with 1 for `BitCodec`.
 
 The value is only the key, so its shape is (32,) for masks of any shape. Anyone who sees the key knows
-the masks, so send a key only where they need not be secret.
+the masks, so send a key only if the masks need not be secret.
 
 | case | what happens |
 |---|---|
@@ -25,7 +25,7 @@ KEY_BYTES = 32
 
 @dataclass(frozen=True)
 class SeededMaskCodec:
-    """The key of masks whose entries are True with probability `keep`."""
+    """Encodes the key for masks whose entries are True with probability `keep`."""
 
     keep: float
 

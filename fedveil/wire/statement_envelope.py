@@ -1,4 +1,4 @@
-"""A statement as a message: bytes that another module parses, in the envelope of `envelope.py`. Needs no torch."""
+"""A statement as a message: bytes that another module parses, in `envelope.py`'s envelope. Does not import torch."""
 
 from __future__ import annotations
 

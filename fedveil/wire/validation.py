@@ -13,14 +13,14 @@ from fedveil.contract.method import REPORT_FIELDS
 from fedveil.errors import WireError
 from fedveil.wire.header import GREATEST, PREFIX, printable_name, short_value
 
-# Bytes of a header besides its fields and scalars: keys, numbers, the names of method and layout.
+# Bytes in a header besides its fields and scalars: keys, numbers, method and layout names.
 _FIXED_CHARACTERS = 1024
-_NUMBER = 24  # maximum number of characters of a number in a header
+_NUMBER = 24  # maximum number of characters in a number in a header
 
 
 @dataclass(frozen=True)
 class MessageBounds:
-    """The maximum bytes of a message in one direction: of the whole, and of its uncompressed header."""
+    """Maximum sizes in bytes, for one direction: of a message, and of its uncompressed header."""
 
     message: int
     header: int
@@ -28,7 +28,7 @@ class MessageBounds:
 
 @lru_cache(maxsize=64)
 def message_bounds(layout: MessageLayout, direction: Direction) -> MessageBounds:
-    """Return the bounds that follow from the layout. No message may be larger, even if its header says so."""
+    """Return the bounds that follow from the layout. No message may be larger, whatever its header says."""
     fields = [f for f in layout.fields if f.direction == direction]
     entries = sum(len(json.dumps([f.name, f.codec.name])) + _NUMBER * (len(f.shape) + 2) for f in fields)
     words = [word for word in layout.scalars if word.direction == direction]

@@ -3,11 +3,11 @@
 | a sink ... | result |
 |---|---|
 | raises | it is stopped with its error |
-| takes more than `MOST_SECONDS` over an attempt, or has `MOST_WAITING` of them in its queue | it is stopped |
+| takes more than `MOST_SECONDS` for an attempt, or has `MOST_WAITING` attempts in its queue | it is stopped |
 | has not written its last metrics `END_SECONDS` after the run's end, `FAILED_SECONDS` after a failure | the same |
 | is stopped | the log and status.json ("sinks") have the reason; it gets no more metrics; the rounds continue |
 
-Threads cannot be killed: one that hangs stays, retains its resources, and ends with the process.
+Threads cannot be killed: a thread that hangs keeps its resources until the process ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedveil.server_app.metrics.samples import RoundMetrics
 
 log = getLogger("flwr").log  # Flower's own logger; a run in one process has no Flower
 
-MOST_SECONDS = 120.0  # MLflow's first tables take ten on a slow machine
+MOST_SECONDS = 120.0  # creating MLflow's tables takes ten seconds on a slow machine
 END_SECONDS = 30.0
 FAILED_SECONDS = 5.0  # for a run that fails or is stopped: Flower does not wait long
 MOST_WAITING = 100
@@ -59,11 +59,11 @@ class _Outlet:
         self.thread.start()
 
     def put(self, item: RoundMetrics | str) -> None:
-        """Pass on metrics, or the run's last state, unless the sink was stopped."""
+        """Pass on metrics, or the run's final state, unless the sink was stopped."""
         if self.over():
             return
         if self._waiting.qsize() >= MOST_WAITING:
-            self.ended = f"{MOST_WAITING} attempts wait for it; it is too slow"
+            self.ended = f"{MOST_WAITING} attempts are waiting for it; it is too slow"
             return
         self._waiting.put(item)
 
@@ -71,7 +71,7 @@ class _Outlet:
         """Return why the sink was stopped; "" if it was not."""
         since = self._since
         if not self.ended and since is not None and self._clock() - since > MOST_SECONDS:
-            self.ended = f"it has spent on one attempt more than {MOST_SECONDS:g} s"
+            self.ended = f"it has spent more than {MOST_SECONDS:g} s on one attempt"
         return self.ended
 
     def _serve(self) -> None:
@@ -85,7 +85,7 @@ class _Outlet:
                     break
                 self._sink.write(item)
                 self._since = None
-        except BaseException as error:  # of any kind: it is the sink's own, even SystemExit
+        except BaseException as error:  # any error, even SystemExit: it concerns only the sink
             self.ended = self.ended or sanitize(f"{type(error).__name__}: {error}", _REASON_CHARACTERS)
         try:
             self._sink.close(state)
@@ -99,8 +99,8 @@ class MetricsDispatcher:
     """The sinks of a run, by name.
 
     Args:
-        accountant: creates a sink that passes further metrics to the others; its name is "epsilon".
-        clock: replaceable for tests.
+        accountant: creates a sink that passes additional metrics to the other sinks; its name is "epsilon".
+        clock: can be replaced in tests.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class MetricsDispatcher:
         return bool(self._all)
 
     def put(self, told: RoundMetrics) -> None:
-        """Pass the metrics to every sink. Returns at once."""
+        """Pass the metrics to every sink. Returns immediately."""
         for outlet in self._all:
             outlet.put(told)
 
@@ -127,7 +127,7 @@ class MetricsDispatcher:
             outlet.put(told)
 
     def ended(self) -> dict[str, str]:
-        """Return why sinks were stopped, by name. The first call after a stop logs it."""
+        """Return why sinks were stopped, by name. The first call after a sink was stopped also logs it."""
         reasons = {outlet.name: why for outlet in self._all if (why := outlet.over())}
         for outlet in self._all:
             if outlet.name in reasons and not outlet.logged:
@@ -136,7 +136,7 @@ class MetricsDispatcher:
         return reasons
 
     def close(self, state: str) -> None:
-        """Let the sinks write their queued metrics, within that time in total."""
+        """Let the sinks flush their queued metrics, within one time limit for all of them."""
         seconds = END_SECONDS if state == "completed" else FAILED_SECONDS
         end = self._clock() + seconds
         for last in (self._all[: -len(self._sinks)], self._sinks):  # the accountant still passes metrics to the others
@@ -147,4 +147,4 @@ class MetricsDispatcher:
                     continue
                 outlet.thread.join(max(0.0, end - self._clock()))
                 if outlet.thread.is_alive():
-                    outlet.ended = f"it had not written everything within {seconds:g} s of the run's end"
+                    outlet.ended = f"it did not write everything within {seconds:g} s after the run ended"

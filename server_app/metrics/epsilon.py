@@ -1,10 +1,11 @@
-"""Compute for the sinks, after every attempt, an upper bound on the privacy cost per record of each site so far.
+"""Compute, after every attempt, an upper bound on each site's privacy cost per record so far, for the sinks.
 
-It is the value in the final report, from the server's record and the sites' own reports: for this run only, against
-everyone but the site. A site has no value if the bound is infinite or unknown: no claim, seeded noise, sums that only
-the server sees without noise, securely aggregated uploads. Its own ledger is more exact, and never leaves the site.
+It is the value in the final report, computed from the server's record and the sites' own reports: for this run only,
+against everyone but the site. A site has no value if the bound is infinite or unknown: no claim, seeded noise, sums
+that only the server sees without noise, securely aggregated uploads. The site's own ledger is more exact, and never
+leaves the site.
 
-Accounting uses CPU time of the machine that runs the rounds, so it stops after the first attempt that takes it
+Accounting uses CPU time on the machine that runs the rounds, so it stops after the first attempt whose accounting takes
 longer than `MOST_SECONDS`, and status.json reports this.
 """
 
@@ -29,7 +30,7 @@ Put = Callable[[RoundMetrics], None]
 
 @final
 class EpsilonSink:
-    """A sink that feeds others. `before` has the run's attempts so far; `put` receives each further one's metrics."""
+    """A sink that feeds other sinks. `before`: the run's attempts so far; `put` gets each new attempt's metrics."""
 
     def __init__(self, claim: PrivacyGuarantee, config: RunConfig, before: Iterable[Row], put: Put) -> None:
         self._claim, self._batch, self._put = claim, config.train.batch_size, put
@@ -50,7 +51,7 @@ class EpsilonSink:
             if not isinstance(known, str):
                 samples.append(MetricSample("site_epsilon", known.epsilon, (("site", site), *about)))
             if time.monotonic() - started > MOST_SECONDS:
-                raise TimeoutError(f"accounting takes longer than {MOST_SECONDS:g} s; the report has the epsilon")
+                raise TimeoutError(f"accounting takes more than {MOST_SECONDS:g} s; the report has the epsilon")
         self._put(RoundMetrics(told.step, finite_samples(samples), {}, told.row))
 
     def close(self, state: str) -> None:

@@ -18,7 +18,7 @@ PLUGINS = PluginPackage(
 
 
 def require_installed(config: RunConfig, where: str) -> dict[str, ModuleType]:
-    """Return the modules of the sinks in the run config; none is created. `where` names the machine in the message.
+    """Return the modules of the run config's sinks; no sink is created. `where` names the machine in the message.
 
     Raises:
         ConfigError: a sink is unknown, or its extra is not installed here.
@@ -31,9 +31,9 @@ def require_installed(config: RunConfig, where: str) -> dict[str, ModuleType]:
 
 
 def _missing(module: ModuleType, name: str, where: str) -> str:
-    """Return what was expected and found, and the command that installs it."""
+    """Return the rest of the message: what was expected and found, and the command that installs it."""
     extra, needs = module.EXTRA, module.NEEDS
-    if not extra:  # no lock names the package
+    if not extra:  # the package is not in any lock file
         return f"the package {needs} {where}, found none for {name}; next step: pip install {needs}"
     return (
         f'the extra "{extra}" {where}, found no {needs} for {name}; next step: pip install --require-hashes --no-deps '

@@ -1,13 +1,13 @@
 """Convert a line of metrics.jsonl to labeled samples, for programs that plot or store them.
 
-| figure | labels | what |
+| metric | labels | meaning |
 |---|---|---|
-| asked, accepted, failed | - | sites of the attempt |
-| upload_bytes, download_bytes, seconds | - | of the attempt, including refused uploads |
-| score | view, metric | of the server's model after the round |
-| site_accepted | site | 1, or 0 where the attempt went on without it |
-| site_upload_bytes, site_download_bytes | site | of its messages, including refused uploads |
-| site_ and a key of a report | site | value from its report: loss_received, loss_trained, train_seconds, ... |
+| asked, accepted, failed | - | number of sites in the attempt |
+| upload_bytes, download_bytes, seconds | - | totals for the attempt, including refused uploads |
+| score | view, metric | score of the server's model after the round |
+| site_accepted | site | 1, or 0 if the attempt continued without the site |
+| site_upload_bytes, site_download_bytes | site | size of its messages, including refused uploads |
+| site_ + a report key | site | value from its report: loss_received, loss_trained, train_seconds, ... |
 | site_epsilon | site, delta, neighbours | upper bound on the run's cost per record so far (epsilon.py); it follows
   the attempt's other metrics |
 
@@ -29,7 +29,7 @@ _OF_THE_ROUND = ("upload_bytes", "download_bytes", "seconds")
 
 @dataclass(frozen=True)
 class MetricSample:
-    """One number of a round. `labels` are names and values in a fixed order."""
+    """One number from a round. `labels` are names and values in a fixed order."""
 
     name: str
     value: float
@@ -37,17 +37,17 @@ class MetricSample:
 
     @property
     def path(self) -> str:
-        """Return name and labels as one text: "site_loss_received/north"."""
+        """Return the name and labels as one text: "site_loss_received/north"."""
         return "/".join((self.name, *(value for _, value in self.labels)))
 
 
 @dataclass(frozen=True)
 class RoundMetrics:
-    """The metrics of one attempt at a round; a sink gets them at once or in two parts with the same `row`.
+    """The metrics of one attempt at a round; a sink gets them all together or in two parts with the same `row`.
 
     Attributes:
-        step: number of rounds finished by then; 0 for the scores before round 0.
-        figures: all metrics of the attempt, or the second part of them.
+        step: number of rounds finished so far; 0 for the scores before round 0.
+        figures: all metrics of the attempt, or their second part.
         failed: failure reason by site; untrusted text, because sites may have written it.
         row: the line of metrics.jsonl.
     """
@@ -59,7 +59,7 @@ class RoundMetrics:
 
 
 def samples_from_line(row: Mapping[str, Any], sizes: Sizes) -> RoundMetrics:
-    """Return the samples of a line of metrics.jsonl that is an attempt, or has the scores before round 0."""
+    """Return the samples from a line of metrics.jsonl that records an attempt, or the scores before round 0."""
     samples = finite_samples([*_of_round(row), *_of_sites(row, sizes)])
     return RoundMetrics(int(row["round"]) + 1, samples, dict(row.get("failed") or {}), row)
 

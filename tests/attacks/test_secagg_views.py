@@ -178,7 +178,7 @@ def test_an_audit_reads_a_secure_run_as_its_server_could(federate):
     view, sums, notes = secagg_views.secagg_views(*asked)
     assert isinstance(view, MaskedUploadView)
     assert isinstance(sums, SecureSumView)
-    assert "could NOT see a single upload" in notes[0]
+    assert "could NOT see any single upload" in notes[0]
     assert "own mask remains here" in notes[1]
     clear = secagg_views.secagg_views(twins.clear.tap, twins.clear.exchange, twins.clear.config, asked[3])
     assert clear[1:] == (None, ())

@@ -96,7 +96,7 @@ def test_more_slices_than_the_bytes_need_are_refused(exchange, upload):
 def test_what_comes_beside_the_upload_is_refused(exchange, upload):
     beside = in_slices(upload) | {"more": ConfigRecord({"x": b"\0" * (10 << 20)})}
     reason, peak, _ = judged(exchange, beside)
-    assert reason.startswith("refused: reply: expected the record fedveil, and perhaps log and signature")
+    assert reason.startswith("refused: reply: expected the record fedveil, optionally log and signature")
     assert reason.endswith("found ['fedveil', 'more']")
     assert peak < 300_000
 

@@ -192,7 +192,9 @@ def test_a_site_whose_data_has_no_units_holds_no_row_out(tmp_path, monkeypatch):
         return replace(given, site=given.site.model_copy(update={"unit_column": "patient"}))
 
     monkeypatch.setattr(Server, "asked", with_units)
-    with pytest.raises(TaskError, match=r"evaluate.held-out: expected the units of unit-column.* found \"patient\""):
+    with pytest.raises(
+        TaskError, match=r"evaluate.held-out: expected the units of the node config's unit-column.* found \"patient\""
+    ):
         server.send(server.initial)
 
 

@@ -137,11 +137,20 @@ def test_a_folder_that_cannot_be_written_trains_on_the_site_s_word_and_the_log_s
     assert list(bare.iterdir()) == []
 
 
-def test_a_site_with_units_is_told_of_a_guarantee_for_one_row(tmp_path, take, caplog):
-    take(assignment(tmp_path, epsilon=allowed(2)))
-    assert "guarantee is for one row" not in caplog.text
-    take(assignment(tmp_path, 1, epsilon=allowed(2), node={"unit-column": "patient"}.items()))
-    assert "this run's guarantee is for one row, and this site has units with several rows" in caplog.text
+def test_a_site_with_units_refuses_a_guarantee_for_one_row_unless_the_run_says_so(tmp_path, take):
+    with_units = {"unit-column": "patient"}.items()
+    asked = assignment(tmp_path, epsilon=allowed(2), node=with_units)
+    with pytest.raises(ConfigError, match=r'dp.unit-column: expected a guarantee for units .* dp.unit = "row"'):
+        take(asked)
+    assert not (tmp_path / "state" / ".ledger").exists()
+    take(replace(asked, config=parse({**asked.config.flat(), "dp.unit": "row"})))
+    take(assignment(tmp_path, 1, epsilon=allowed(2)))  # a site without units needs no word
+    assert [entry.run for entry in account(tmp_path).entries] == ["r"]
+
+
+def test_a_run_without_a_guarantee_is_not_asked_for_units(tmp_path, take):
+    take(assignment(tmp_path, deterministic=True, node={"unit-column": "patient"}.items()))
+    assert [entry.run for entry in account(tmp_path).entries] == ["r"]
 
 
 def test_a_mode_whose_server_sees_the_gradient_is_open_against_it(tmp_path, take):

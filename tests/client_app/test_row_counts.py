@@ -43,7 +43,7 @@ def test_no_count_leaves_a_run_with_a_guarantee(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "fedveil.turn"):
         assert reported(server.send(server.initial)) is None
     assert "1 of 8 rows cut" in caplog.text
-    assert "stay at this site: the run's privacy guarantee covers no count that depends on the rows" in caplog.text
+    assert "stay at this site: the run's privacy guarantee does not cover counts that depend on the rows" in caplog.text
 
 
 def test_no_count_leaves_with_a_masked_upload(tmp_path):

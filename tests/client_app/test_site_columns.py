@@ -8,6 +8,7 @@ import tomllib
 import pytest
 from flwr.common.config import flatten_dict
 
+from fedveil.adapters.lora import LoraAdapter
 from fedveil.client_app.instruction import ClientAssignment
 from fedveil.client_app.node_config import SiteConfig, parse_site
 from fedveil.client_app.site_columns import apply_site_columns, describe_site_columns, name_site_columns
@@ -15,6 +16,7 @@ from fedveil.config import parse, parse_source_template
 from fedveil.console.doctor import data_checks
 from fedveil.console.flower.machine import format_toml
 from fedveil.errors import ConfigError, TaskError
+from fedveil.tasks import load_task
 
 COLUMNS = {"source": "Befund", "target": "Diagnose"}
 
@@ -44,6 +46,7 @@ def test_each_role_is_the_run_s_key():
     assert (config.task.label_column, config.dp.unit_column) == ("d", "f")
     assert config.task.hint_column == ""  # the run has none
     assert apply_site_columns(parse(run), {}) == parse(run)
+    load_task(config, LoraAdapter())  # a name that the run's task does not read stops no run
 
 
 def test_the_columns_of_a_template_are_names_too():
@@ -59,7 +62,7 @@ def test_a_name_for_no_column_of_the_run_is_refused_with_both():
 
 
 def test_an_error_about_the_data_has_both_names():
-    said = r'lacks it \(columns of the node config: the run\'s "mr" is "Befund" here'
+    said = r'lacks it \(columns in the node config: the run\'s "mr" is "Befund" here'
     with pytest.raises(TaskError, match=said), name_site_columns(parse({}), SiteConfig(columns=COLUMNS)):
         raise TaskError("lacks it")
     with pytest.raises(TaskError, match="^lacks it$"), name_site_columns(parse({}), SiteConfig()):
@@ -90,7 +93,7 @@ def test_the_assignment_keeps_the_run_s_config_and_survives_a_worker(tmp_path):
 def test_source_is_left_out_where_the_run_reads_none():
     captions = parse({"task.name": "vision-language"})
     assert apply_site_columns(captions, COLUMNS | {"image": "Bild"}).task.source_column == "mr"  # still no question
-    assert describe_site_columns(captions, COLUMNS) == 'columns of the node config: the run\'s "ref" is "Diagnose" here'
+    assert describe_site_columns(captions, COLUMNS) == 'columns in the node config: the run\'s "ref" is "Diagnose" here'
     for keys in ({"task.source-column": "question"}, {"task.choices-column": "choices"}):
         asks = parse({"task.name": "vision-language"} | keys)
         assert apply_site_columns(asks, COLUMNS).task.source_column == "Befund"

@@ -319,7 +319,7 @@ def test_a_site_refuses_columns_that_do_not_follow_from_the_table():
     planned_turn(exchange, one, one)
     with pytest.raises(WireError, match="columns that follow from the table"):
         planned_turn(exchange, other, one)
-    with pytest.raises(WireError, match="seed of this site"):
+    with pytest.raises(WireError, match="seed for this site"):
         exchange.method.broadcast(start(exchange), ctx_of(one, "z"))
 
 

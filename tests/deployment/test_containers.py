@@ -118,7 +118,7 @@ def test_sites_whose_keys_are_in_the_roster_give_a_sum_and_know_whom_it_holds_ag
     for site in SITES:
         status = ("fedveil", "site", "status", "--state-dir", "/state", "--policy", "/secret/site-policy.toml")
         stdout = trial("exec", "-T", f"{site}-clientapp", *status, check=False).stdout
-        assert "secure aggregation: masked last for round 1, attempt 1; agreed to a sum last in round 1" in stdout
+        assert "secure aggregation: last masked for round 1, attempt 1; last agreed to a sum in round 1" in stdout
         assert DEVIATING in stdout
 
 

@@ -22,7 +22,7 @@ QUICK = "train.max-steps=1 train.batch-size=2 cohort.sites=2 cohort.deadline-sec
 def shown() -> tuple[str, list[str]]:
     """config.toml and the commands of docs/runs.md."""
     page = (ROOT / "docs" / "runs.md").read_text()
-    section = page.split("## On a federation, with Flower's own command line\n")[1].split("\n## ")[0]
+    section = page.split("## With Flower's own command line\n")[1].split("\n## ")[0]
     config, commands = section.split("    export ")
     block = "\n".join(line.removeprefix("    ") for line in config.splitlines() if line.startswith("    "))
     return block, re.findall(r"^(?: {4})?((?:flwr|fedveil) .+|FLWR_HOME=.+)$", commands, re.MULTILINE)

@@ -117,7 +117,7 @@ def test_a_site_out_of_memory_in_every_turn_and_one_whose_client_is_killed_are_n
     assert "its client process (flwr-clientapp) ended without a message" in page
     for site, words in (
         ("short", "SIGKILL: killed by the kernel because memory ran out: "),
-        ("cut", "its client process exited before it ended"),
+        ("cut", "its client process exited before the round ended"),
     ):
         assert main(["site", "status", "--state-dir", str(at / site)]) == 1
         stdout = capsys.readouterr().out

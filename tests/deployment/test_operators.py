@@ -62,7 +62,7 @@ def test_an_operator_may_what_its_role_says_and_each_attempt_is_logged(federatio
         ben.submit(None, bad)
     (tmp_path / "nobody").mkdir()
     shutil.copy(tmp_path / "anna" / "server" / "flower" / "config.toml", tmp_path / "nobody")
-    with pytest.raises(LaunchError, match="this needs an operator's token"):
+    with pytest.raises(LaunchError, match="this needs an operator token"):
         FlowerCli(tmp_path / "nobody").nodes()
     decisions = [
         (line["operator"], line["call"], line["decision"])

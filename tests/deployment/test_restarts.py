@@ -18,7 +18,6 @@ import pytest
 
 from fedveil.console.flower.machine import free_ports
 from fedveil.console.main import main
-from fedveil.guard import flower
 from tests.conftest import ROOT, extract
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -178,7 +177,6 @@ def test_a_site_comes_back_after_its_processes_were_killed_and_its_server_was(fo
         site.stop()
 
 
-@pytest.mark.skipif(flower.installed_release().speaks == "HTTP", reason="over HTTP a site retries for 75 s only")
 def test_a_site_comes_back_by_itself_after_its_server_lost_its_database(folder: Path) -> None:
     kit = folder.parent / "pilot-north"
     request = str(kit / "keys" / "request.json")

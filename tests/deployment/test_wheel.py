@@ -159,14 +159,14 @@ def test_every_command_that_needs_no_server_works_from_an_empty_folder(installed
     assert "fedrand " in installed("fedveil", "methods", "--table")  # a heading may be broken over lines
     assert "_fedveil" in installed("fedveil", "completion", "bash")
     (installed.empty / "federation.toml").write_text(LEAST)
-    assert "2 kits under kits/" in installed("fedveil", "provision", "federation.toml")
-    assert "This site would send each time" in installed("fedveil", "explain", "--set", "method.name=fedrand")
+    assert "2 kits in kits/" in installed("fedveil", "provision", "federation.toml")
+    assert "This site would send, each time" in installed("fedveil", "explain", "--set", "method.name=fedrand")
     here = subprocess.run(
         [sys.executable, "-m", "fedveil.console.main", "app", "digest"],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert installed("fedveil", "app", "digest") == here.stdout
-    assert 'no column "measured": fedveil-bench is not' in installed("fedveil", "methods", "--table")
+    assert 'no column "measured", because fedveil-bench is not' in installed("fedveil", "methods", "--table")
 
 
 @pytest.mark.slow

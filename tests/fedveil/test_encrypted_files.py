@@ -68,7 +68,7 @@ def test_chunks_that_were_cut_off_dropped_swapped_or_repeated_are_found(small_ch
     head, (a, b, c) = whole[:_HEAD], [whole[_HEAD + 32 * i :][:32] for i in range(3)]
     for pieces in ([a, b], [a], [], [b, a, c], [a, c], [a, b, b, c], [a, b, c, c], [a, b, c[:-1]], [a, b, c, b"\0"]):
         path.write_bytes(b"".join([head, *pieces]))
-        with pytest.raises(StateError, match="found chunk . changed or the end cut off; restore it"):
+        with pytest.raises(StateError, match="found chunk . changed or the end missing; restore it"):
             KEY.read(path, ROLE)
     path.write_bytes(whole)
     assert KEY.read(path, ROLE) == bytes(48)
@@ -89,7 +89,7 @@ def test_one_sealed_file_does_not_pass_for_another(tmp_path):
     put(tmp_path / "mine"), put(tmp_path / "theirs", role="state/pilot/south")
     (tmp_path / "theirs").replace(tmp_path / "mine")
     with pytest.raises(
-        StateError, match="of 'state/pilot/north', found one of 'state/pilot/south'; files were swapped"
+        StateError, match="of 'state/pilot/north', found that of 'state/pilot/south'; files were swapped"
     ):
         KEY.read(tmp_path / "mine", ROLE)
     forged = (tmp_path / "mine").read_bytes().replace(b"pilot/south", b"pilot/north")
@@ -100,7 +100,9 @@ def test_one_sealed_file_does_not_pass_for_another(tmp_path):
 
 def test_another_key_no_key_and_a_file_in_the_clear_are_told_apart(tmp_path):
     path = put(tmp_path / "f")
-    with pytest.raises(StateError, match=f"sealed under key {OTHER.id}, found one of key {KEY.id}; name that key's"):
+    with pytest.raises(
+        StateError, match=f"sealed under key {OTHER.id}, found one sealed under {KEY.id}; name that key's"
+    ):
         OTHER.read(path, ROLE)
     with pytest.raises(StateError, match="expected an unsealed file, .* found a sealed one; set its key: key-file"):
         FileSeal().read(path, ROLE)

@@ -105,7 +105,7 @@ def test_final_holds_the_best_round_s_model_and_says_so(runs):
     assert runs.status("whole")["reason"] == ""
     assert "best" not in runs.status("last")
     assert any(
-        "the model is that of round 4, with the best loss 0.9" in line for line in closing_lines(runs.at / "whole")
+        "the model is the one from round 4, with the best loss 0.9" in line for line in closing_lines(runs.at / "whole")
     )
 
 

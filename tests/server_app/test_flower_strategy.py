@@ -204,7 +204,7 @@ def replace(name="h.1.lora_A", value=None, drop=False):
 
 NAN = torch.full((2, 7), float("nan"))
 BAD = {
-    "nan": (repacked(replace(value=NAN)), r"h.1.lora_A: expected finite values, found nan at entry 0 \(14 in all\)"),
+    "nan": (repacked(replace(value=NAN)), r"h.1.lora_A: expected finite values, found nan at entry 0 \(14 in total\)"),
     "inf": (repacked(replace(value=-NAN.nan_to_num(math.inf))), "expected finite values, found -inf"),
     "shape": (repacked(replace(value=torch.zeros(7, 2))), r"h.1.lora_A: expected shape \(2, 7\), found \(7, 2\)"),
     "dtype": (
@@ -225,7 +225,7 @@ BAD = {
     "flipped bit": (rebuilt(flip), "expected checksum .* the field was damaged"),
     "no record": (
         lambda m, r: Message(RecordDict({"x": ArrayRecord()}), reply_to=m),
-        "reply: expected the record fedveil, and perhaps log and signature, found",
+        "reply: expected the record fedveil, optionally log and signature, found",
     ),
     "foreign array": (
         lambda m, r: Message(RecordDict({"fedveil": in_slices(b"x", "numpy.ndarray")}), reply_to=m),
@@ -328,7 +328,7 @@ def test_a_reason_from_another_node_is_shown_as_text_and_says_what_was_cut(grid,
         ),
         (5, r"its SuperNode has shown no sign of life for a minute: .* \(code 5\)"),
         (4, r"its reply was lost, or arrived too late \(code 4\)"),
-        (3, r"its message was lost before all of it had arrived: .* \(code 3\)"),
+        (3, r"its message was lost before it had fully arrived: .* \(code 3\)"),
     ],
 )
 def test_what_flower_says_of_a_lost_reply_is_put_in_words(code, words, grid, task):

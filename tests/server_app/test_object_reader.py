@@ -132,7 +132,7 @@ def test_only_the_last_slice_may_be_short():
     first, last = json.loads(body).values()
     for order in ({"000000": last, "000001": first}, {"000000": last, "000001": last, "000002": first}):
         changed = exchange_object(reply, record, object_bytes("ArrayRecord", children, json_body(order)))
-        assert why_refused(changed) == f"reply: expected slices of {SLICE} bytes but the last, found 3"
+        assert why_refused(changed) == f"reply: expected slices of {SLICE} bytes before the last, found 3"
 
 
 @pytest.mark.parametrize("names", [["000001"], ["000000", "000000x"], ["000001", "000000"], ["x"], []])
@@ -150,7 +150,7 @@ def test_a_reply_has_the_records_of_an_upload_and_no_other():
         ({"log": ConfigRecord()}, "['log']"),
         ({"fedveil": arrays, "more": ConfigRecord()}, "['fedveil', 'more']"),
     ):
-        assert why_refused(make_reply(RecordDict(records))).endswith(f"and perhaps log and signature, found {found}")
+        assert why_refused(make_reply(RecordDict(records))).endswith(f"optionally log and signature, found {found}")
     assert "ArrayRecord" in why_refused(make_reply(RecordDict({"fedveil": ConfigRecord()})))
     log = ArrayRecord({"000000": Array("uint8", (1,), chunking.STYPE, b"y")})
     for name in ("log", "signature"):

@@ -235,7 +235,7 @@ def test_a_folder_has_one_serverapp_and_a_dead_one_is_told_from_a_living_one(run
             RunFolder(runs.at)
         assert runs_folder.load_run(runs.at).status["state"] == "running"
         other.kill()
-    with pytest.raises(StateError, match="before any site was asked for anything; remove the folder to use its name"):
+    with pytest.raises(StateError, match="before any site was contacted; remove the folder to use its name"):
         RunFolder(runs.at)
     (runs.at / "disclosure.jsonl").touch()
     with pytest.raises(StateError, match="found a run; choose another run.name"):
@@ -291,7 +291,7 @@ def test_a_damaged_id_is_found_and_comes_back_from_the_checkpoint(runs):
             bad = bytearray(good)
             bad[position] ^= 1 << bit
             (runs.at / "id").write_bytes(bytes(bad))
-            with pytest.raises(StateError, match="expected the run's id, found none or other text; resume the run"):
+            with pytest.raises(StateError, match="expected the run's id, found nothing or other text; resume the run"):
                 _ = RunFolder.id.fget(type("", (), {"folder": runs.at})())
     assert [record.round for record in runs.go(resume=True).history] == [2, 3]
     assert (runs.at / "id").read_bytes() == good

@@ -213,7 +213,7 @@ def test_a_site_that_is_sent_another_message_than_the_plan_s_trains_nothing(runs
 
     monkeypatch.setattr(MessageExchange, "packed", packed)
     _, history = runs.run(ON, runs.grid(ON))
-    assert "expected the message for all its sites" in history[0].failed["b"]
+    assert "expected the message for all of its sites" in history[0].failed["b"]
     assert history[0].accepted == ["a", "c", "d", "e"]
 
 
@@ -497,7 +497,7 @@ def test_without_a_readable_pending_sum_the_round_is_lost_and_no_other(damage, r
 
     _, history = broken_run(runs, monkeypatch, tmp_path / "broken", patch)
     assert [(r.round, r.cohort, bool(r.unseen.get("lost"))) for r in history] == [(1, [], True), (2, SITES, False)]
-    assert history[0].unseen["reason"] == "its sites agreed to a sum before the server was restarted"
+    assert history[0].unseen["reason"] == "its sites agreed to a sum before the server restart"
     assert all("it has agreed to a sum of round 2 already" in why for why in history[0].failed.values())
     with RunFolder(tmp_path / "broken", resume=True) as folder:  # the lost round is in the checkpoint, too
         assert folder.load_checkpoint()[1]["round"] == 2

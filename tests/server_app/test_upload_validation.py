@@ -37,7 +37,9 @@ def test_num_examples_must_be_a_whole_number_in_range(count):
 def test_values_must_be_finite(dtype, bad, text):
     value = torch.ones(2, 3, dtype=dtype)
     value[1, 2] = bad
-    with pytest.raises(UploadRefused, match=rf"h.lora_A: expected finite values, found {text} at entry 5 \(1 in all\)"):
+    with pytest.raises(
+        UploadRefused, match=rf"h.lora_A: expected finite values, found {text} at entry 5 \(1 in total\)"
+    ):
         check_upload(message(value), UploadLimits())
 
 

@@ -117,6 +117,6 @@ def test_hiding_everything_changes_nothing():
 
 @pytest.mark.parametrize("method", [FixedPosition, RandomBinary])
 def test_half_precision_which_makes_zeros_that_count_is_refused(method):
-    with pytest.raises(ConfigError, match='wire_dtype: expected "float32" or "bfloat16" where gradients are sent'):
+    with pytest.raises(ConfigError, match='wire_dtype: expected "float32" or "bfloat16" for gradients'):
         method(wire_dtype="float16")
     assert float(torch.tensor(2e-8).half()) == 0.0 != float(torch.tensor(2e-8).bfloat16())

@@ -95,7 +95,7 @@ def test_a_name_that_a_module_hands_on_is_shown_as_it_is_defined():
 def test_fields_of_a_class_have_types_and_words():
     part = page_of("fedveil.local")
     assert "class LocalFederation:\n    config: RunConfig\n    method: Method\n" in part
-    assert "*Attributes*\n\n- `config`: the run config, checked.\n" in part
+    assert "*Attributes*\n\n- `config`: the validated run config.\n" in part
     assert "*Raises*\n\n- `ConfigError`: a key or value" in part
     assert "_ELSEWHERE" not in part
     assert "Weights = Mapping[str, Tensor]" in page_of("fedveil.contract.param_spec")

@@ -1,4 +1,4 @@
-"""Tables of all attacks: what an audit runs, its two controls, and the other files of the attack packages."""
+"""Tables of all attacks: those that an audit runs, with their controls, and the other files in the attack packages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def audited() -> list[tuple[str, ...]]:
 
 
 def others() -> list[tuple[str, ...]]:
-    """Return a row for each other file of the packages: attacks only for benchmarks, and shared code."""
+    """Return a row for each other file in the packages: attacks that only benchmarks use, and shared code."""
     known = {type(attack).__module__ for attack in base.list_attacks()}
     return [
         (f"`{_file(module.__name__)}`", title(module), _counted(module.__name__))
@@ -39,7 +39,7 @@ def _modules() -> Iterator[ModuleType]:
     for module_info in pkgutil.walk_packages(package.__path__, "fedveil.attacks."):
         if module_info.name.count(".") == 3 and not module_info.name.startswith(
             "fedveil.attacks.audit."
-        ):  # for an attack
+        ):  # attack modules only
             yield importlib.import_module(module_info.name)
 
 

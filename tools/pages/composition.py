@@ -1,9 +1,8 @@
 """Table of combinations: each method with each option for its training, its uploads or its sums.
 
-The table comes from the code. Each cell is a round of five tiny sites that was run, after the checks that
-precede any contact with a site. If the code refuses a combination, the cell shows the code's own reason. A
-trainer without data replaces the sites: checks, contracts and message formats decide what composes, and
-data do not.
+The table comes from the code. For each cell, the checks that precede any contact with a site are run, followed by a
+round with five tiny sites. If the code refuses a combination, the cell shows the code's own reason. A trainer without
+data stands in for the sites: what composes is decided by checks, contracts and message formats, not by data.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ CODES = "uploads in codes"
 
 @dataclass
 class _Still:
-    """A site whose examples all have the gradient 0."""
+    """A site whose examples all have a zero gradient."""
 
     spec: Spec
     num_examples: int = 4
@@ -93,7 +92,7 @@ def cell(name: str, column: str) -> str:
     if column == CODES:
         return _codes(name, method)
     changes = dict(COLUMNS[column])
-    if isinstance(method, PrivacyGuarantee) and "secure.noise" in changes:  # its noise, instead of the noisy steps'
+    if isinstance(method, PrivacyGuarantee) and "secure.noise" in changes:  # the method's noise replaces dp.*'s
         changes = {key: value for key, value in changes.items() if not key.startswith("dp.")}
     return _tried(name, method, changes)
 

@@ -1,11 +1,11 @@
 """Count a file's lines of code, without docstrings, comments and blank lines.
 
-| line | counts |
+| line | counted? |
 |---|---|
-| blank, only a comment, a line of a docstring | no |
+| blank line, comment line, line in a docstring | no |
 | code followed by a comment | yes |
-| a statement over several lines | each line that contains a part of it |
-| a string over several lines that is no docstring | each line |
+| a statement over several lines | each line that contains part of it |
+| a multi-line string that is not a docstring | each line |
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _HAVE_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunction
 
 
 def of_file(file: str | Path) -> int:
-    """Return the lines of code of a Python file. Raises SyntaxError for another file."""
+    """Return the number of lines of code in a Python file. Raises SyntaxError for any other file."""
     return of_text(Path(file).read_text(encoding="utf-8"))
 
 
 def of_text(text: str) -> int:
-    """Return the lines of code of Python source. Raises SyntaxError for other text."""
+    """Return the number of lines of code in Python source. Raises SyntaxError for any other text."""
     docstrings = {at for node in ast.walk(ast.parse(text)) if (at := _docstring_at(node)) is not None}
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -39,7 +39,7 @@ def of_text(text: str) -> int:
 
 
 def _docstring_at(node: ast.AST) -> tuple[int, int] | None:
-    """Return line and column, in bytes, at which a node's docstring begins; None if there is none."""
+    """Return the line and column (in bytes) where a node's docstring begins; None if there is none."""
     if not isinstance(node, _HAVE_DOCSTRINGS) or ast.get_docstring(node, clean=False) is None:
         return None
     first = node.body[0]

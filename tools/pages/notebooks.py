@@ -1,4 +1,4 @@
-"""Convert a notebook to Markdown, with texts unchanged, code in fences and no outputs, and fix links to it."""
+"""Convert a notebook to Markdown, with unchanged text, fenced code and no outputs, and redirect links to it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _LINK = re.compile(r"(\]\([^)\s]*)\.ipynb\)")
 
 
 def page(notebook: Path) -> str:
-    """Return every cell of a notebook (nbformat 4), in order, and a link to the file itself.
+    """Return all cells of a notebook (nbformat 4), in order, and a link to the file itself.
 
     Raises:
-        ValueError: a cell is neither text nor code.
+        ValueError: a cell is neither Markdown nor code.
     """
     content = json.loads(notebook.read_text(encoding="utf-8"))
     language = content["metadata"]["language_info"]["name"]

@@ -1,8 +1,8 @@
-"""The public Python interface: PUBLIC_MODULES, and a page for each.
+"""The public Python interface: the list PUBLIC_MODULES, and a page for each module.
 
-A module's `__all__` lists its public names by hand: other programs may import these, and the benchmarks import nothing
-else (benchmarks/tests/test_public_interface.py). Each class and function is shown with its source and its docstring.
-Signatures come from the source: a type is shown by its name, not by its definition.
+A module's `__all__` is a hand-written list of its public names: other programs may import these, and the benchmarks
+import nothing else (benchmarks/tests/test_public_interface.py). Each class and function is shown with its signature and
+docstring. Signatures come from the source: types appear by name, not by definition.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fedveil.console.terminal import render_markdown
 
-# By heading of the reference's index. "fedveil.contract.*": every module of that package.
+# Modules by their heading in the reference's index. "fedveil.contract.*" means every module in that package.
 PUBLIC_MODULES: Mapping[str, tuple[str, ...]] = {
     "A federation in one process": (
         "fedveil.local", "fedveil.runs", "fedveil.sweep", "fedveil.config", "fedveil.errors", "fedveil.rng",
@@ -54,7 +54,7 @@ _Defined = ast.ClassDef | ast.FunctionDef
 
 
 def modules_by_heading() -> dict[str, list[str]]:
-    """Return the import names of all public modules, by their heading in the index."""
+    """Return the import names of all public modules, by heading in the index."""
     return {
         heading: [name for pattern in patterns for name in _matching(pattern)]
         for heading, patterns in PUBLIC_MODULES.items()
@@ -62,7 +62,7 @@ def modules_by_heading() -> dict[str, list[str]]:
 
 
 def modules() -> list[str]:
-    """Return the modules that the page describes: the entry points, and every module of the contract."""
+    """Return the import names of all public modules, in the order of the index."""
     return [name for names in modules_by_heading().values() for name in names]
 
 
@@ -74,9 +74,9 @@ def _matching(pattern: str) -> list[str]:
 
 
 def public_names(module: str) -> list[str]:
-    """Return the names in a module's `__all__`, from its source; without one, those of its classes and functions.
+    """Return the names in a module's `__all__`, from its source; without it, the names of its classes and functions.
 
-    A third-party method or task needs no `__all__` for its page. Raise ValueError if neither defines any name.
+    So a third-party method or task can have a page without an `__all__`. Raises ValueError if there are no names.
     """
     body = _tree(module).body
     for node in body:
@@ -116,9 +116,9 @@ def _tree(module: str) -> ast.Module:
 
 
 def _definition(module: str, name: str) -> ast.stmt:
-    """Return the statement that defines a name, also in the module from which it is imported."""
+    """Return the statement that defines a name, following imports to the defining module."""
     body = _tree(module).body
-    for_types = [node for one in body if isinstance(one, ast.If) for node in one.body]  # under TYPE_CHECKING
+    for_types = [node for one in body if isinstance(one, ast.If) for node in one.body]  # imports under TYPE_CHECKING
     for node in [*body, *for_types]:
         match node:
             case ast.ClassDef(name=given) | ast.FunctionDef(name=given) if given == name:
@@ -179,7 +179,7 @@ def _assignment(node: ast.stmt) -> str:
 
 
 def _class(node: ast.ClassDef) -> str:
-    """Return a class without its methods and docstring: decorators, bases, public fields."""
+    """Return a class without its methods and docstring: only its decorators, bases and public fields."""
     fields = [s for s in node.body if isinstance(s, ast.AnnAssign | ast.Assign) and not ast.unparse(s).startswith("_")]
     bare = ast.ClassDef(node.name, node.bases, node.keywords, fields or [ast.Pass()], node.decorator_list)
     return ast.unparse(bare).removesuffix(":\n    pass")

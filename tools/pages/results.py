@@ -1,4 +1,4 @@
-"""The committed benchmark results, one page each: every row with its intervals, and the resulting sentences."""
+"""The committed benchmark results, with one page each: every row with its intervals, and the conclusions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _COUNTS = {"upload_bytes": "bytes up", "download_bytes": "bytes down", "rounds":
 
 
 def read_results() -> dict[str, dict[str, Any]]:
-    """Read every committed result, by the name of its page."""
+    """Read all committed results, by the name of their pages."""
     return {file.stem: json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json"))}
 
 
 def render_index(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """List the results, with form, seeds and commit."""
+    """Return the index page: a table of the results with their form, commit and number of rows."""
     lines = [
         f"| [{_escape(result['preset'])}]({name}.md) | {_escape(result['title'])} | {result['form']} "
         f"| {result['commit']} | {len(result['rows'])} |"
@@ -34,7 +34,7 @@ def render_index(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def render_result(result: Mapping[str, Any]) -> str:
-    """Write one result as a page: how to run it, its rows, its sentences, and how it differs from the paper."""
+    """Return one result as a page: how to run it, its rows, its conclusions, and how it differs from the paper."""
     options = ("" if result["form"] == "full" else f" --{result['form']}") + _seeds_option(result)
     machine = ", ".join(f"{key} {value}" for key, value in result["environment"].items() if value is not None)
     seconds = f", {result['seconds']:,.0f} s" if "seconds" in result else ""  # older files lack it
@@ -50,7 +50,7 @@ def render_result(result: Mapping[str, Any]) -> str:
 
 
 def _seeds_option(result: Mapping[str, Any]) -> str:
-    """Return the option for the number of seeds that the file states; a preset's own number may be another one."""
+    """Return the option for the number of seeds stated in the file, which may differ from the preset's default."""
     texts = (*result.get("differences", ()), *result.get("verdicts", ()))
     stated = next((match[1] for text in texts if (match := re.search(r"\b(\d+) seeds", text))), None)
     return f" --seeds {stated}" if stated else ""
@@ -71,5 +71,5 @@ def _render_row(row: Mapping[str, Any], paper: Mapping[str, Mapping[str, float]]
 
 
 def _escape(text: str) -> str:
-    """Escape a result's text so that it is not read as Markdown."""
+    """Escape a result's text so that it is not interpreted as Markdown."""
     return "".join(f"\\{char}" if char in "\\|<>*_[]`" else char for char in text)

@@ -1,1 +1,1 @@
-"""Create the small bases that come with FedVeil."""
+"""Create the small bases that ship with FedVeil."""

@@ -1,16 +1,16 @@
-"""The bundled base of the task clip-prompt: a small CLIP, and the script that created it.
+"""The bundled base for the task clip-prompt: a small CLIP, and the script that created it.
 
     python -m tools.tiny.clip_prompt --caltech101 <folder> --cifar10 <folder> --out fedveil/assets/tiny-clip-prompt
 
-An image tower (4 layers, 96 wide, 16 patches of an image of 48 x 48) and a causal text tower (4 layers, 96 wide, 77
-positions, a byte-level BPE of 1024 tokens) into a common space of 64; 1 M parameters, stored as fp16. Both are trained
-contrastively, from random weights, on the parts of CIFAR-10 (a half) and of Caltech-101 (a fifth) that
-`fedveil.testing.pretraining.is_public` names; federated data has no picture of these parts.
+An image tower (4 layers, width 96, 16 patches of a 48 x 48 image) and a causal text tower (4 layers, width 96, 77
+positions, a byte-level BPE with 1024 tokens) with a joint space of 64 dimensions; 1 M parameters, stored as fp16. Both
+are trained contrastively, from random weights, on the parts of CIFAR-10 (one half) and Caltech-101 (one fifth) that
+`fedveil.testing.pretraining.is_public` selects; federated data has no pictures from these parts.
 
     L = 1/2 sum_i -ln p(text of i's class | image i) / rows + 1/2 sum_c -ln p(images of class c | text c) / classes
 
-over the pictures and the distinct class names of a batch; -ln p of several pictures is the mean of theirs, and labels
-are smoothed by 0.1, so that the model is less sure of what it saw often.
+over the pictures and the distinct class names in a batch; for several pictures of a class, -ln p is the mean over them.
+Labels are smoothed by 0.1, so that the model is less sure about what it saw often.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TEMPLATES = (
 
 
 def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> float:
-    """Train tokenizer and model; return the mean loss of the last 50 steps. The same seed gives the same files."""
+    """Train tokenizer and model; return the mean loss over the last 50 steps. The same seed gives the same files."""
     import torch
 
     from fedveil.models.library_logging import quiet_libraries
@@ -107,7 +107,7 @@ def _model(tokenizer: Any, seed: int) -> Any:
 
 
 def _main() -> None:
-    parser = argparse.ArgumentParser(description="Makes the base model of the task clip-prompt.")
+    parser = argparse.ArgumentParser(description="Create the base model for the task clip-prompt.")
     parser.add_argument("--caltech101", type=Path, required=True, help="folder with the Caltech-101 train.parquet")
     parser.add_argument("--cifar10", type=Path, required=True, help="folder with the CIFAR-10 train.parquet")
     parser.add_argument("--out", type=Path, required=True)

@@ -1,12 +1,12 @@
-"""Create the bundled base of the task text-generation: a small GPT-2 for offline use.
+"""Create the bundled base for the task text-generation: a small GPT-2 for offline use.
 
     python -m tools.tiny.text_generation --data <folder with the E2E NLG train.jsonl> --out
     fedveil/assets/tiny-text-generation
 
-4 layers, 160 wide, 192 tokens of context, a byte-level BPE of 1024 tokens; 1.4 M parameters, stored as fp16. It is
-pre-trained as a plain language model on the public part of E2E NLG: meaning representations whose SHA-256 ends in a
-digit that `is_public` names. It reads paragraphs of several sentences about one restaurant and lists of attributes, but
-never a meaning representation together with its sentence: fine-tuning has to teach that mapping.
+It has 4 layers, width 160, a context of 192 tokens, and a byte-level BPE with 1024 tokens; 1.4 M parameters, stored as
+fp16. It is pretrained as a plain language model on the public part of E2E NLG: the meaning representations selected by
+`is_public`. It sees paragraphs with several sentences about one restaurant, and lists of attributes, but never a
+meaning representation together with its sentence: fine-tuning has to teach that mapping.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ BATCH, RATES = 10, (3e-3, 0.01)
 
 
 def is_public(mr: str) -> bool:
-    """Return whether the base was trained on examples of this meaning representation.
+    """Return whether the base was trained on examples with this meaning representation.
 
-    The federated data contain none of them.
+    Federated data contain no such examples.
     """
     return int(hashlib.sha256(mr.encode()).hexdigest(), 16) % 10 in PUBLIC_DIGITS
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of one JSON Lines file."""
+    """Return the rows of a JSON Lines file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def paragraphs(rows: Sequence[dict[str, str]], rng: random.Random) -> list[str]:
-    """Yield one epoch of text: a restaurant's sentences, two or three a paragraph, and its attributes in two orders."""
+    """Return one epoch of text: each restaurant's sentences, two or three per paragraph, and its attributes twice."""
     sentences: dict[str, list[str]] = defaultdict(list)
     for row in rows:
         sentences[row["mr"]].append(row["ref"])
@@ -65,7 +65,7 @@ def _shuffled(items: list[str], rng: random.Random) -> list[str]:
 
 
 def make(data: Path, out: Path, seed: int, steps: int) -> float:
-    """Train tokenizer and model on the public part of `data`/train.jsonl; return the mean loss of the last 50 steps.
+    """Train tokenizer and model on the public part of `data`/train.jsonl; return the mean loss over the last 50 steps.
 
     The same seed, data and machine give the same files.
     """
@@ -110,7 +110,7 @@ def _model(tokenizer: Any, seed: int) -> Any:
 
 
 def _blocks(rows: Sequence[dict[str, str]], tokenizer: Any, rng: random.Random) -> Iterator[list[int]]:
-    """Yield blocks of CONTEXT tokens from an endless stream of paragraphs, each closed by END."""
+    """Yield blocks of CONTEXT tokens from an endless stream of paragraphs, each followed by END."""
     stream: list[int] = []
     while True:
         for ids in tokenizer(paragraphs(rows, rng))["input_ids"]:
@@ -121,14 +121,14 @@ def _blocks(rows: Sequence[dict[str, str]], tokenizer: Any, rng: random.Random) 
 
 
 def _main() -> None:
-    parser = argparse.ArgumentParser(description="Makes the tiny base model.")
+    parser = argparse.ArgumentParser(description="Create the tiny base model.")
     parser.add_argument("--data", type=Path, required=True, help="folder with the E2E NLG train.jsonl")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=2500)
     arguments = parser.parse_args()
     loss = make(arguments.data, arguments.out, arguments.seed, arguments.steps)
-    sys.stdout.write(f"{arguments.out}: loss {loss:.3f} a token\n")
+    sys.stdout.write(f"{arguments.out}: loss {loss:.3f} per token\n")
 
 
 if __name__ == "__main__":

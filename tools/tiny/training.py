@@ -1,4 +1,4 @@
-"""Shared code of the scripts for the tiny bases: the training loop, the byte-level BPE, and saving."""
+"""Code shared by the scripts for the tiny bases: the training loop, the byte-level BPE, and saving."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 WARM_UP_PART = 0.05
-Losses = tuple[Any, Any]  # scalars: the minimized one, and the reported one
+Losses = tuple[Any, Any]  # two scalars: the loss to minimize, and the loss to report
 
 
 def trained(
@@ -18,10 +18,10 @@ def trained(
     losses_of_a_batch: Callable[[], Losses],
     after: Callable[[int], None] = lambda step: None,
 ) -> float:
-    """Train with AdamW over one cycle of the learning rate, and print a line every 100 steps.
+    """Train with AdamW over one learning-rate cycle, and print a line every 100 steps.
 
     Args:
-        parameters: parameters of the model and of anything trained with it.
+        parameters: the parameters of the model and of anything trained with it.
         rates: maximum learning rate, and weight decay.
         steps: number of batches.
         losses_of_a_batch: draws the next batch and returns its losses.
@@ -54,7 +54,7 @@ def trained(
 
 
 def byte_level_bpe(texts: Sequence[str], size: int, special: Sequence[str], prefix_space: bool = False) -> Any:
-    """Train a byte-level BPE of `size` tokens, including the special ones."""
+    """Train a byte-level BPE with `size` tokens, including the special ones."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())

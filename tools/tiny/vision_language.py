@@ -1,12 +1,12 @@
-"""The bundled base of the task vision-language: a small LLaVA, and the script that created it.
+"""The bundled base for the task vision-language: a small LLaVA, and the script that created it.
 
     python -m tools.tiny.vision_language --caltech101 <folder> --cifar10 <folder> --out
     fedveil/assets/tiny-vision-language
 
-A CLIP vision tower (4 layers, 96 wide, 16 patches of an image of 48 x 48) before a Llama (8 layers, 96 wide, a
-byte-level BPE of 512 tokens); 1.5 M parameters, kept as fp16. It is pre-trained on CIFAR-10 and on the part of
-Caltech-101 whose SHA-256 of the path ends in a digit that `is_public` names: captions of one sentence, and questions
-with four choices. Federated data has no public row.
+A CLIP vision tower (4 layers, width 96, 16 patches of a 48 x 48 image) in front of a Llama (8 layers, width 96, a
+byte-level BPE with 512 tokens); 1.5 M parameters, stored as fp16. It is pretrained on CIFAR-10 and on the part of
+Caltech-101 that `is_public` selects, with one-sentence captions and multiple-choice questions with four choices.
+Federated data has none of these rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ END, IMAGE = "<|endoftext|>", "<image>"
 PIXELS, PATCH, MARGIN = 48, 12, 8
 WIDTH, VISION_LAYERS, LAYERS, HEADS, VOCABULARY, CONTEXT = 96, 4, 8, 4, 512, 256
 BATCH, RATES = 32, (2e-3, 0.05)
-# One message after another, each closed by a line break; the answer comes next.
+# One message after another, each followed by a line break; the answer comes next.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% for part in message.content %}{% if part.type == 'image' %}<image>"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{{ '\\n' }}{% endfor %}"
@@ -44,7 +44,7 @@ class Picture:
 
 
 def pictures(folder: Path, public_of: str = "") -> list[Picture]:
-    """The pictures of `folder`/train.parquet: all, or those that `is_public` names among those of `public_of`."""
+    """Return the pictures in `folder`/train.parquet: all, or those that `is_public` selects for `public_of`."""
     import numpy
     import pyarrow.parquet  # type: ignore[import-untyped]
     from datasets import Dataset
@@ -63,7 +63,7 @@ def pictures(folder: Path, public_of: str = "") -> list[Picture]:
 
 
 def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> float:
-    """Train tokenizer and model; return the mean loss of the last 50 steps."""
+    """Train tokenizer and model; return the mean loss over the last 50 steps."""
     import torch
 
     from fedveil.models.library_logging import quiet_libraries
@@ -109,7 +109,7 @@ def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> f
 def _batch(
     chosen: Sequence[Picture], names: list[str], patches: list[int], pad: int, processor: Any, rng: random.Random
 ) -> tuple[Any, Any, Any]:
-    """Return ids, mask and labels of a caption, or of a question with choices, for each picture."""
+    """Return the IDs, mask and labels of a caption or a multiple-choice question for each picture."""
     import torch
 
     from fedveil.tasks.vision_language import CAPTION_PROMPT, prompt_of_choices
@@ -188,7 +188,7 @@ def _model(tokenizer: Any, seed: int) -> Any:
 
 
 def _main() -> None:
-    parser = argparse.ArgumentParser(description="Makes the base model of the task vision-language.")
+    parser = argparse.ArgumentParser(description="Create the base model for the task vision-language.")
     parser.add_argument("--caltech101", type=Path, required=True, help="folder with the Caltech-101 train.parquet")
     parser.add_argument("--cifar10", type=Path, required=True, help="folder with the CIFAR-10 train.parquet")
     parser.add_argument("--out", type=Path, required=True)
@@ -196,7 +196,7 @@ def _main() -> None:
     parser.add_argument("--steps", type=int, default=6000)
     arguments = parser.parse_args()
     loss = make(arguments.caltech101, arguments.cifar10, arguments.out, arguments.seed, arguments.steps)
-    sys.stdout.write(f"{arguments.out}: loss {loss:.3f} a token\n")
+    sys.stdout.write(f"{arguments.out}: loss {loss:.3f} per token\n")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Presets of hostile broadcasts."""
+"""Presets for hostile broadcasts."""

@@ -1,13 +1,13 @@
-"""How far an honest server's broadcasts move: the figures that a site's bounds on them must permit.
+"""Measure how far an honest server's broadcasts move; a site's bounds on broadcasts must permit this movement.
 
-| metric | the guard's own number (client_app/guards/broadcast_guard.py), the largest of all sites |
+| metric | as computed by the guard (client_app/guards/broadcast_guard.py), the largest over all sites |
 |---|---|
 | first | change and drift of the first broadcast that a site trains from |
-| change | the largest change of a later broadcast |
-| drift | the largest drift of any broadcast |
+| change | the largest change in a later broadcast |
+| drift | the largest drift in any broadcast |
 
-Each row is one run of a few rounds in this process, with a method at its defaults unless the row says more. The bundled
-bases are small: a larger one moves less in a step at the same learning rate, because its weights have more entries.
+Each row is one run of a few rounds in this process, with a method's default settings unless the row says otherwise. The
+bundled bases are small: at the same learning rate, a larger base moves less per step, because it has more weights.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from fedveil_bench.common import data, pictures
 from fedveil_bench.common.federations import create_federation, method_of, task_of
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
-_KEY = bytes(32)  # a site's key is secret; with a known one two runs measure the same
+_KEY = bytes(32)  # a real site's key is secret; with a fixed key, two runs measure the same values
 _CLASSES = ("cat", "dog", "ox")
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return a row for each of `settings["rows"]`, and the largest figures of all of them."""
+    """Return a row for each of `settings["rows"]`, and the largest figures over all rows."""
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         folders = {
@@ -71,7 +71,7 @@ def _verdict(rows: list[dict[str, Any]], key: str) -> str:
 
 
 def _measure(config: RunConfig, folder: Path, sites: int, options: BenchOptions) -> dict[str, float]:
-    """Run all rounds of a config; return the largest figures of all sites."""
+    """Run all rounds of a config; return the largest figures over all sites."""
     task: Task = task_of(Task, config, options)  # type: ignore[type-abstract]
     method = method_of(Method, config)  # type: ignore[type-abstract]
     rows = {f"site-{i}": task.prepare(folder, "train", DatasetShard(i, sites)).rows for i in range(sites)}
@@ -96,14 +96,14 @@ def _measure(config: RunConfig, folder: Path, sites: int, options: BenchOptions)
 
 @final
 class _FirstWeights(TrainerWrapper):
-    """A trainer that passes the first weights that it receives to `note`, as a site's guard receives them."""
+    """A trainer that passes the first weights it receives to `note`, as a site passes them to its guard."""
 
     def __init__(self, trainer: Trainer, note: Callable[[Weights], None]) -> None:
         super().__init__(trainer)
         self._note, self._is_noted = note, False
 
     def note(self, weights: Weights) -> None:
-        """Pass on the weights, unless earlier ones were passed on."""
+        """Pass on the weights, but only the first time."""
         if not self._is_noted:
             self._is_noted = True
             self._note(weights)
@@ -126,7 +126,7 @@ class _FirstWeights(TrainerWrapper):
 
 @final
 class _FirstWeightsOfRows(WrappedGradientSource):
-    """The same for per-example gradients."""
+    """The same as `_FirstWeights`, for per-example gradients."""
 
     def __init__(self, rows: PerExampleGradientSource, note: Callable[[Weights], None]) -> None:
         super().__init__(rows)

@@ -1,17 +1,17 @@
-"""Measure an attack by a server that crafts its broadcast: how many examples one upload reveals, with a site's check
-and without it.
+"""Measure an attack by a server that crafts its broadcast: how many examples one upload reveals, with and without a
+site's check.
 
 | row | broadcast to the site |
 |---|---|
-| honest broadcast | the run's initial weights; the attack must lose |
-| crafted | the imprinting pair in one layer, with a steep gate; the attack must win under FedAvg |
+| honest broadcast | the run's initial weights; the attack must fail |
+| crafted | the imprinting pair in one layer, with a steep gate; the attack must succeed under FedAvg |
 | crafted, within c | the steepest gate that a site with max-broadcast-change = c accepts in the first client round |
-| crafted, after a ramp of c | the whole pair, reached over rounds with changes of c each; no bound on the drift |
-| others | the crafted broadcast, and another run: more steps, more examples, another method, noise |
+| crafted, after a ramp of c | the whole pair, reached over several rounds with changes of c; drift is not bounded |
+| others | the crafted broadcast in a different run: more steps, more examples, another method, noise |
 
 "rows" is the share of the batch's examples whose beginning (the tokens at the chosen positions) was recovered exactly;
-"false" is the number of other beginnings reported; "change" and "norm" are as in a site's check. Intervals are over
-batches and seeds (`resampling`).
+"false" is the number of wrong beginnings reported; "change" and "norm" are defined as in a site's check. Intervals are
+over batches and seeds (`resampling`).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _verdicts(found: Mapping[str, Mapping[str, Any]], settings: dict[str, Any]) 
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[str, list[dict[str, float]]]:
-    """Return one seed's results for `run_benchmark`: by row, the metrics of each batch."""
+    """Return one seed's results for `run_benchmark`: the metrics of each batch, by row."""
     out: dict[str, list[dict[str, float]]] = {}
     gate: Tensor | None = None  # depends only on the base
     for name, row in settings["rows"].items():
@@ -92,10 +92,10 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[
 
 
 class BroadcastCase:
-    """A run, the gate of its server's crafted pair, and what one upload reveals.
+    """A run with the gate of its server's crafted pair; measures what one upload reveals.
 
     Args:
-        gate: the direction of `imprint.gate_direction`, which depends only on the base; None computes it.
+        gate: the direction from `imprint.gate_direction`, which depends only on the base, or None to compute it.
     """
 
     def __init__(
@@ -124,8 +124,7 @@ class BroadcastCase:
         return [self._measured(sent, [self._rows[i] for i in drawn[n : n + size]], f"site-{n}") for n in starts]
 
     def _measured(self, sent: Weights, rows: Rows, site: str) -> dict[str, float]:
-        """Return one upload's metrics. Each batch has its own site, because a site's private
-        part also depends on its name."""
+        """Return one upload's metrics. Each batch has its own site: a site's private part also depends on its name."""
         layer, length, config = self._settings["layer"], self._positions.stop, self._config
         prefix = tuple(self._public[0].ids[: self._positions.start])
         with tempfile.TemporaryDirectory() as folder:
@@ -144,7 +143,7 @@ class BroadcastCase:
 
 
 class _Case:
-    """One row of the table: a run, and its server's broadcast."""
+    """One row of the table: a run with its server's broadcast."""
 
     def __init__(
         self,
@@ -160,7 +159,7 @@ class _Case:
         self._sent = self._initial if row.get("honest") else self._crafted()
 
     def _crafted(self) -> Weights:
-        """Return the broadcast; with `within`, use the steepest gate whose change a site with that bound accepts."""
+        """Return the broadcast; with `within`, use the steepest gate that a site with that bound on changes accepts."""
         layer, task, gate = self._settings["layer"], self._run.task, self.gate
         within = self._row.get("within")
         if within is None:
@@ -199,7 +198,7 @@ def _norms(weights: Weights) -> dict[str, float]:
 
 
 def _change(moved: Weights, norms: Mapping[str, float]) -> float:
-    """Return the change as a site's check does (client_app/guards/broadcast_guard.py), without its sketches' error."""
+    """Return the change as in a site's check (client_app/guards/broadcast_guard.py), without the sketching error."""
     of_all = math.hypot(*norms.values()) / math.sqrt(sum(w.numel() for w in moved.values()))
     roots = {name: math.sqrt(w.numel()) for name, w in moved.items()}
     return max(norm / roots[n] / max(of_all, norms[n] / roots[n]) for n, norm in _norms(moved).items())

@@ -1,15 +1,14 @@
-"""A server that reaches its crafted broadcast over several rounds, compared with the attack that a site's bounds
-permit.
+"""Measure what a server that ramps up its crafted broadcast over several rounds can learn within a site's bounds.
 
-A row is a defense; a metric is the number of rounds that the server takes. In each round it sends weights that the
-site's guard accepts, and the last of them are the steepest crafted pair that it can reach. "rows" is the share of the
-batch's examples whose beginning that last upload reveals exactly, as in broadcast/imprint.
+Each row is a defense; each metric is for a number of rounds that the server takes. In each round the server sends
+weights that the site's guard accepts; the last weights are the steepest crafted pair it can reach. The value is the
+share of the batch's examples whose beginning the last upload reveals exactly, as in broadcast/imprint.
 
 | defense | what the guard accepts |
 |---|---|
 | none | anything |
-| change c | a change of at most c from the round before |
-| change c, drift d | the same, and a drift of at most d from the run's first weights |
+| change c | a change of at most c from the previous round |
+| change c, drift d | the same, and a drift of at most d from the run's initial weights |
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from fedveil_bench.broadcast.imprint import BroadcastCase
 from fedveil_bench.common import resampling, seeds
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
-_KEY = bytes(32)  # a site's key is secret; with a known one two runs measure the same
+_KEY = bytes(32)  # a real site's key is secret; with a fixed key, two runs measure the same values
 _SEARCH_STEPS = 12
 _BATCHES = 9  # name of the random draws
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return a row for each of `settings["rows"]`, with the share of the rows by number of rounds."""
+    """Return a row for each of `settings["rows"]`, with the share of examples revealed, by number of rounds."""
     answers = seeds.run_seeds(__name__, settings, options)
     rows = []
     for name, by_rounds in answers[0].items():
@@ -60,12 +59,12 @@ def _verdicts(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[str, dict[str, list[float]]]:
-    """Return one seed's results: by row and number of rounds, the share of each batch."""
+    """Return one seed's results: the share of each batch, by row and number of rounds."""
     flat = settings["config"] | {"run.seed": seed, "run.deterministic": True}
     case = BroadcastCase(parse(flat), settings, options)
     server = RampingServer(case, settings["layer"], settings["slope"])
 
-    @functools.cache  # several numbers of rounds end at the same pair
+    @functools.cache  # different numbers of rounds may end at the same pair
     def shares(slope: float, plain: bool) -> list[float]:
         sent = server.craft(slope, plain)
         return [batch["rows"] for batch in case.measure_batches(sent, seed)]
@@ -81,12 +80,12 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[
 
 
 class RampingServer:
-    """A server that knows a site's bounds, and how its guard measures.
+    """A server that knows a site's bounds, and how its guard measures distances.
 
     Args:
         case: the run.
         layer: the layer of the crafted pair.
-        slope: slope of the whole pair's gate; a steeper one reads no more.
+        slope: the gate's slope in the whole pair; a steeper gate reveals no more.
     """
 
     def __init__(self, case: BroadcastCase, layer: str, slope: float) -> None:
@@ -98,7 +97,7 @@ class RampingServer:
         return imprint.craft_broadcast(case.task, case.initial, self._layer, case.gate, slope, plain)
 
     def steepest(self, bounds: Mapping[str, float], rounds: int) -> tuple[float, bool]:
-        """Return slope and kind of the best pair that a site with these bounds trains from in round `rounds`."""
+        """Return the slope and kind of the best pair that a site with these bounds accepts in round `rounds`."""
         for plain in (True, False):
             if self.is_reached(self.craft(self._slope, plain), bounds, rounds):
                 return self._slope, plain
@@ -110,11 +109,11 @@ class RampingServer:
         return low, False
 
     def is_reached(self, target: Weights, bounds: Mapping[str, float], rounds: int) -> bool:
-        """Return whether the guard accepts a broadcast in each of `rounds` rounds, the last of them `target`."""
+        """Return whether the guard accepts a broadcast in each of `rounds` rounds, ending with `target`."""
         initial = self._case.initial
         reference, part = BroadcastReference.from_weights(initial, _KEY), 0.0
         for _ in range(rounds):
-            change, drift = reference.distances(target)  # both grow evenly on the way to the target
+            change, drift = reference.distances(target)  # both grow linearly toward the target
             step = (1.0 - part) * bounds.get("change", math.inf) / change
             part = min(1.0, part + step, bounds.get("drift", math.inf) / drift)
             if part == 1.0:

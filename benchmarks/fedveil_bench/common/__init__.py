@@ -1,1 +1,1 @@
-"""Code shared by the presets of several papers."""
+"""Code shared by presets for several papers."""

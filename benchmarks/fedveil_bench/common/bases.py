@@ -1,4 +1,4 @@
-"""Base models of any size with random weights, for benchmarks in which only the size matters."""
+"""Base models of any size with random weights, for benchmarks where only the size matters."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 
 def random_gpt2(folder: Path, shape: Mapping[str, int]) -> Path:
-    """Create a GPT-2 of that shape with random weights, half precision on disk, and the tiny base's tokenizer."""
+    """Create a GPT-2 model of this shape with random half-precision weights and the tiny base's tokenizer."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return _saved(folder, GPT2LMHeadModel, GPT2Config(**shape, **_IDS))
 
 
 def random_llama(folder: Path, shape: Mapping[str, Any]) -> Path:
-    """Do the same for a Llama, drawn on torch's default device."""
+    """Create a Llama model in the same way, with weights drawn on torch's default device."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return _saved(folder, LlamaForCausalLM, LlamaConfig(**shape, **_IDS))

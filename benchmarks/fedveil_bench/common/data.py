@@ -1,7 +1,7 @@
-"""Find the presets' data: $FEDVEIL_DATA/<name>, else shared/data/<name> next to a checkout, else bundled.
+"""Find the presets' data: $FEDVEIL_DATA/<name>, otherwise shared/data/<name> next to a checkout, otherwise bundled.
 
 A runner whose preset has one folder `data` with train and test examples, and a base in its config, needs nothing else
-for `fedveil bench --dry-run`. Any other has a function `needs(settings) -> list[Need]`.
+for `fedveil bench --dry-run`. Other runners define `list_requirements(settings) -> list[DataRequirement]`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class DataRequirement:
 
     Attributes:
         name: name of the folder.
-        splits: data files in it, without suffix; none if the folder is a base model.
-        suffixes: suffixes that such a file may have.
+        splits: names of the data files in the folder, without suffix; empty if the folder is a base model.
+        suffixes: suffixes that a data file may have.
     """
 
     name: str
@@ -37,7 +37,7 @@ class DataRequirement:
 
 
 def find_data_folder(name: str) -> Path:
-    """Return the data folder of that name. Raises ConfigError with the searched places."""
+    """Return the data folder with this name. Raises a ConfigError that lists the places searched."""
     root = folders.checkout_folder()
     looked_in = [resources.data_folder()]
     if VARIABLE in os.environ:
@@ -54,7 +54,7 @@ def find_data_folder(name: str) -> Path:
 
 
 def with_model(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a flat run config whose `task.model` is a path: the data folder of that name, unless it is "tiny"."""
+    """Return a flat run config with a path as `task.model`: the data folder with that name, unless it is "tiny"."""
     model = flat.get("task.model", "tiny")
     return dict(flat) if model == "tiny" else {**flat, "task.model": str(find_data_folder(model))}
 
@@ -66,16 +66,16 @@ def list_requirements(settings: Mapping[str, Any]) -> list[DataRequirement]:
 
 
 def list_base_requirements(settings: Mapping[str, Any]) -> list[DataRequirement]:
-    """Return the base in the settings' run config; none if it is bundled."""
+    """Return the base named in the settings' run config, or an empty list if it is bundled."""
     model = settings.get("config", {}).get("task.model", "tiny")
     return [] if model == "tiny" else [DataRequirement(model)]
 
 
 def describe_files(need: DataRequirement) -> str:
-    """Describe the files found. Opens every file and reads no more than its ends.
+    """Describe the files found. Opens every file, but reads no more than its beginning and end.
 
     Raises:
-        ConfigError: a folder or file that is missing, or that cannot be read.
+        ConfigError: a folder or file is missing or cannot be read.
     """
     place = find_data_folder(need.name)
     try:

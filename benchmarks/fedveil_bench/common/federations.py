@@ -1,4 +1,4 @@
-"""Set up a table of methods: a task and a method of the required kind, and a federation in process."""
+"""Set up the runs for a table of methods: a task and a method of the required kind, and an in-process federation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Method = TypeVar("_Method", bound=Method)
 
 
 def method_of(kind: type[_Method], config: RunConfig) -> _Method:
-    """Return the config's method with its fields. Raises ConfigError if it is no `kind`."""
+    """Return the config's method with its fields. Raises ConfigError if it is not a `kind`."""
     method = strategies.create_method(config.method.name, config.method.params)
     if not isinstance(method, kind):
         raise ConfigError(
@@ -33,7 +33,7 @@ def method_of(kind: type[_Method], config: RunConfig) -> _Method:
 
 
 def task_of(kind: type[_Task], config: RunConfig, options: BenchOptions, adapter: Any = None) -> _Task:
-    """Return the config's task with `adapter`, by default its method's. Raises ConfigError if it is no `kind`."""
+    """Return the config's task with `adapter`, by default the method's. Raises ConfigError if it is not a `kind`."""
     adapter = adapter or strategies.create_method(config.method.name, config.method.params).adapter
     task = tasks.load_task(config, adapter, options.device)
     if not isinstance(task, kind):
@@ -52,13 +52,13 @@ def create_federation(
     tap: MessageCapture | None = None,
     around: Around = lambda site, ctx, local: local,
 ) -> InProcessFederation:
-    """Create a federation before its first round, with a site for each entry of `rows`.
+    """Create a federation, before its first round, with one site per entry of `rows`.
 
     Args:
         rows: each site's examples, as prepared by `task`.
         initial: weights that the method starts from.
-        tap: records every message, if given.
-        around: wraps a site's training for one round.
+        tap: records every message, if not None.
+        around: wraps a site's trainer for one round, if not None.
     """
 
     def trainer_for(site: str, ctx: RoundContext) -> Trainer:

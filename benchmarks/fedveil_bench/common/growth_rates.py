@@ -1,4 +1,4 @@
-"""Growth of a metric: its exponent by size, or its slope by round, by least squares with a 95 % interval."""
+"""Growth of a metric, by least squares with a 95% interval: its exponent over sizes, or its slope over rounds."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _BLOCKS = 10
 
 
 def fit_exponent(sizes: Sequence[float], values: Sequence[float]) -> dict[str, float]:
-    """Return a in value ~ size^a: the slope of log value over log size. Raises ValueError unless all are above 0."""
+    """Return a in value ~ size^a: the slope of log(value) over log(size). Raises ValueError unless all are above 0."""
     return fit_slope([math.log(size) for size in sizes], [math.log(value) for value in values])
 
 
 def fit_slope(xs: Sequence[float], ys: Sequence[float]) -> dict[str, float]:
-    """Return the slope of the line through the points. Two points give no interval, and the result says n = 2.
+    """Return the slope of the line through the points. Two points give no interval; the result then has n = 2.
 
     Raises:
         ValueError: all points have the same x.
@@ -34,10 +34,10 @@ def fit_slope(xs: Sequence[float], ys: Sequence[float]) -> dict[str, float]:
 
 
 def slope_by_round(values: Sequence[float]) -> dict[str, float]:
-    """Return the slope per round, through the means of ten blocks of rounds.
+    """Return the slope per round, fitted to the means of ten blocks of rounds.
 
-    Memory grows in steps and does not shrink, so single rounds are not independent: an interval from them would be
-    far too narrow. Fewer than ten rounds are used individually.
+    Memory grows in steps and does not shrink, so individual rounds are not independent, and an interval based on them
+    would be far too narrow. Fewer than ten rounds are used individually.
     """
     size = max(1, len(values) // _BLOCKS)
     blocks = [values[at : at + size] for at in range(0, len(values) - size + 1, size)]
@@ -46,5 +46,5 @@ def slope_by_round(values: Sequence[float]) -> dict[str, float]:
 
 
 def thin_curve(values: Sequence[float], most: int = 100) -> list[float]:
-    """Return at most `most` of the values, evenly spaced, for a curve."""
+    """Return at most `most` evenly spaced values, for a curve."""
     return [round(value, 2) for value in itertools.islice(values, 0, None, -(-len(values) // most) or 1)]

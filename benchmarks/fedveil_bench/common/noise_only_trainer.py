@@ -1,6 +1,6 @@
-"""Wrap a trainer for a control that must lose: uploads contain only noise.
+"""Wrap a trainer for a control in which the attack must fail: uploads contain only noise.
 
-Do not use it for protection: there every operation is refused unless it is accounted for
+Do not use it for protection. Protected runs refuse every operation that the accountant does not cover
 (`fedveil.privacy.charged_gradients`).
 """
 
@@ -32,8 +32,8 @@ class NoiseOnlyTrainer(TrainerWrapper):
 
     @override
     def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
-        """Raise NotImplementedError: this control trains only on noise."""
-        raise NotImplementedError("the control is of a method with noise")
+        """Raise NotImplementedError: this control supports only noisy steps."""
+        raise NotImplementedError("this control is only for methods with noise")
 
     @override
     def gradient(self, weights: Weights) -> TrainingResult:

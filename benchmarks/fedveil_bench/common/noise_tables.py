@@ -1,4 +1,4 @@
-"""Shared parts of tables that compare noise at the site with noise in the sum: rows, run config keys, and costs."""
+"""Code shared by tables that compare noise at the site with noise in the sum: rows, run config keys, and costs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def name_row(count: int, name: str) -> str:
 def rows_of(
     answers: Sequence[Mapping[str, Any]], score: str
 ) -> tuple[dict[str, ResampledMetric], list[dict[str, Any]]]:
-    """Return the scores over all seeds by row, and a result's rows: scores, and the first seed's costs."""
+    """Return the scores over all seeds, by row, and the result's rows: scores, and the first seed's costs."""
     figures = {
         name: resampling.over_seeds([ResampledMetric.from_json(answer[name][score]) for answer in answers])
         for name in answers[0]
@@ -42,12 +42,12 @@ def rows_of(
 def said_of(
     found: Sequence[tuple[str, ClaimSentence]], sites: Sequence[int], won: str, side: str, seeds: int
 ) -> list[str]:
-    """Return the sentences of a table.
+    """Return the sentences for a table.
 
     Args:
-        found: four verdicts for each number in `sites`, each with its text: CLEAR, SITE and SUM against their
-            controls, and SUM against SITE.
-        won: the verdict of a row that is on the expected `side` of its controls.
+        found: four verdicts with their texts for each number in `sites`: CLEAR, SITE and SUM compared with their
+            controls, and SUM compared with SITE.
+        won: the verdict for a row that is on the expected `side` of its controls.
     """
     *sentences, how = verdicts.list_verdicts(found, seeds)
     words = verdicts.decide_words([each for _, each in found])
@@ -66,12 +66,12 @@ def said_of(
 
 
 def count_honest(count: int, where: str) -> int:
-    """Return the number of sites with noise unknown to others: two thirds of a sum's, rounded up; at the site, 1."""
+    """Return the number of sites that keep their noise secret: two thirds, rounded up, for noise in a sum, else 1."""
     return math.ceil(2 * count / 3) if where == SUM else 1
 
 
 def build_secure_keys(count: int, where: str) -> dict[str, Any]:
-    """Return the run config keys that put the noise into the sum of that many sites."""
+    """Return the run config keys that put the noise into the sum of `count` sites."""
     if where != SUM:
         return {}
     secure = {"enabled": True, "noise": "sum", "min-sites": count, "max-colluders": count - count_honest(count, where)}
@@ -79,12 +79,12 @@ def build_secure_keys(count: int, where: str) -> dict[str, Any]:
 
 
 def name_epsilon_column(dp: DpConfig) -> str:
-    """Return the column name of `epsilon_of`: a benchmark draws its noise from a seed, which gives no protection."""
+    """Return the column name for `epsilon_of`: a benchmark's noise comes from a seed and protects nothing."""
     return f"epsilon at delta {dp.delta:g} ({dp.adjacency}), were its noise not seeded"
 
 
 def epsilon_of(dp: DpSgdConfig, config: RunConfig, rows: int) -> float:
-    """Return the epsilon of a row at a site with that many rows, if the site is in every round."""
+    """Return the epsilon of one row at a site with `rows` rows that takes part in every round."""
     train, budget = config.train, dp.budget
     steps = per_example.count_steps(rows, train.batch_size, train.epochs, train.max_steps)
     plan = SamplingPlan(config.run.rounds, steps, train.batch_size, rows, budget.neighbours)
@@ -94,7 +94,7 @@ def epsilon_of(dp: DpSgdConfig, config: RunConfig, rows: int) -> float:
 def compute_noise_costs(
     charges: Callable[[float], Spent], epsilon: float, delta: float, neighbours: Adjacency
 ) -> dict[str, float]:
-    """Return the multiplier z for an epsilon, and both epsilons of the resulting charge."""
+    """Return the noise multiplier z for an epsilon, and both epsilons of the resulting charge."""
     z = accounting.noise_multiplier_for(charges, epsilon, delta, neighbours)
     spent = charges(z)
     found = {"z": z, "epsilon": accounting.compute_epsilon(spent, delta, neighbours)}
@@ -103,5 +103,5 @@ def compute_noise_costs(
 
 
 def on_the_mean(z: float, entries: int, count: int, where: str) -> float:
-    """Return the norm of the noise on the mean over sites, relative to the bound of an example's part in an upload."""
+    """Return the norm of the noise on the mean over sites, relative to the bound on an example's part in an upload."""
     return z * math.sqrt(entries / count / count_honest(count, where))

@@ -1,12 +1,12 @@
-"""The pictures of the FedRand presets, as examples of the task vision-language.
+"""The images for the FedRand presets, as examples for the task vision-language.
 
-| name | rows | columns in addition to `image` | source below the data folder |
+| name | rows | columns in addition to `image` | folder in the data folder |
 |---|---|---|---|
 | caltech-caption | Caltech-101, unseen by the tiny base | caption, label | caltech101 |
-| caltech-choice | the same, four choices per picture | question, choices, answer, label | caltech101 |
-| cifar-choice, cifar-caption | CIFAR-10, its test pictures | the same | cifar10 |
-| coco-caption | COCO 2017, five captions per picture | caption (a list), label | coco_captions_mini |
-| any other | train.parquet and test.parquet of the user, columns as above for their form | | a folder of that name |
+| caltech-choice | the same, with four choices per image | question, choices, answer, label | caltech101 |
+| cifar-choice, cifar-caption | CIFAR-10's test images | the same | cifar10 |
+| coco-caption | COCO 2017, five captions per image | caption (a list), label | coco_captions_mini |
+| any other | the user's train.parquet and test.parquet | as above, depending on the kind | a folder with that name |
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedveil.testing.pretraining import CHOICES, caption, is_public
 from fedveil_bench.common import data
 
 QUESTION = "What is in the image?"
-# Frequent COCO categories in its captions; the first one in a picture's captions is its label.
+# Categories that are frequent in COCO captions; the first one that occurs in an image's captions is its label.
 _OBJECT = re.compile(
     r"\b(person|man|woman|people|boy|girl|child|baby|dog|cat|horse|sheep|cow|elephant|bear|zebra|giraffe|bird|car|bus|train"
     r"|truck|boat|plane|motorcycle|bicycle|bike|pizza|cake|sandwich|food|table|kitchen|bathroom|toilet|bed|couch|clock|sign"
@@ -35,18 +35,18 @@ Example = Mapping[str, Any]
 
 
 def build_column_keys(name: str) -> dict[str, str]:
-    """Return the columns of the task section for examples of that name."""
+    """Return the column keys of the task section for the examples with this name."""
     chosen = {"task.choices-column": "choices", "task.source-column": "question", "task.target-column": "answer"}
     return {"task.label-column": "label", **(chosen if is_choice(name) else {"task.target-column": "caption"})}
 
 
 def is_choice(name: str) -> bool:
-    """Return whether the examples of that name are questions with choices, and not captions."""
+    """Return whether the examples with this name are multiple-choice questions rather than captions."""
     return name.endswith("-choice")
 
 
 def find_source(name: str, split: str) -> tuple[str, str]:
-    """Return the folder and its split with the examples of that name."""
+    """Return the folder and split that contain the examples with this name."""
     match name:
         case "caltech-caption" | "caltech-choice":
             return "caltech101", split
@@ -90,7 +90,7 @@ def _of_classes(found: Sequence[Example], names: Sequence[str], form: str) -> li
     for row, name in zip(found, names, strict=True):
         example: dict[str, Any] = {"image": row["image"], "label": name}
         if is_choice(form):
-            # The same choices for a picture in every run: they are part of the data.
+            # The same choices for an image in every run: they are part of the data.
             rng = random.Random(hashlib.sha256(row["source_path"].encode()).digest())
             choices = [name, *rng.sample([other for other in distinct if other != name], CHOICES - 1)]
             rng.shuffle(choices)
@@ -107,7 +107,7 @@ def _coco(row: Example) -> Example:
 
 
 def write_colored_pictures(at: Path, names: Sequence[str], each: int) -> Path:
-    """Write a folder with `each` pictures of every class in either split, whose color shows the class. Reproducible."""
+    """Write a folder with `each` images per class and split, colored by class. The result is reproducible."""
     from PIL import Image
 
     draw = random.Random(3)

@@ -1,4 +1,4 @@
-"""Scores of a model's answers and captions, with bootstrap replicates over the pictures."""
+"""Scores for a model's answers and captions, with bootstrap replicates over the images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedveil.training.text_metrics import MAX_N
 from fedveil_bench.common import resampling
 from fedveil_bench.common.resampling import Numbers, ResampledMetric
 
-_TEST = 5  # name of the random draws
+_TEST = 5  # names the random draws
 _NIST_N = 5
 
 
@@ -31,10 +31,10 @@ def compute_scores(
     """Return the `metrics` of the model on `examples`, by name.
 
     "test loss" is in nats per token. "accuracy", "cider", "cider_r", "bleu_1" to "bleu_4" and "rouge_l" score the
-    generated texts, in the papers' scale (100 x). If only the loss is requested, no text is generated.
+    generated text, on the papers' scale (100 x). If only the loss is requested, no text is generated.
 
     Raises:
-        ValueError: an unknown metric.
+        ValueError: a metric is unknown.
     """
     written = task.generate(weights, Example.from_columns(examples)) if {*metrics} - {"test loss"} else []
     targets = [_targets(task, example) for example in examples]
@@ -85,14 +85,14 @@ def _targets(task: VisionLanguage, example: Mapping[str, Any]) -> list[str]:
 
 
 def bleu_statistics(written: Sequence[str], targets: Sequence[Sequence[str]]) -> Numbers:
-    """Return (rows, 10): matching and all n-grams for n = 1 to 4, length, and length of the closest reference."""
+    """Return (rows, 10): matching and total n-grams for n = 1 to 4, length, and length of the closest reference."""
     scorer = BLEU(effective_order=True, force=True)
     found = [scorer.sentence_score(c, list(refs)) for c, refs in zip(written, targets, strict=True)]
     return np.array([[*f.counts, *f.totals, f.sys_len, f.ref_len] for f in found], dtype=float)
 
 
 def compute_bleu(total: Numbers, order: int = MAX_N) -> float:
-    """Return the corpus BLEU of n-grams up to `order`, 1 to 4; 0 to 100, from the sum (10,) of `bleu_statistics`."""
+    """Return the corpus BLEU (0 to 100) for n-grams up to `order` (1 to 4), from the summed `bleu_statistics` (10,)."""
     return float(
         BLEU.compute_bleu(
             correct=[int(n) for n in total[:order]],
@@ -106,11 +106,11 @@ def compute_bleu(total: Numbers, order: int = MAX_N) -> float:
 
 
 def nist_statistics(written: Sequence[str], targets: Sequence[Sequence[str]]) -> Numbers:
-    """Return (rows, 12): what each row adds to corpus NIST (Doddington 2002), as nltk counts it.
+    """Return (rows, 12): each row's contribution to corpus NIST (Doddington 2002), counted as in nltk.
 
-    For n = 1 to 5 the information of the n-grams that it shares with the reference where that is most, and its number
-    of n-grams; then its length and that reference's, summed over n. The information of an n-gram is computed
-    over all of `targets`, so it is the same in every resample of the rows.
+    For each n from 1 to 5: the information in the n-grams that the row shares with the reference that maximizes it,
+    and the row's number of n-grams. Then the row's length and that reference's length, both summed over n. The
+    information of an n-gram is computed over all `targets`, so it is the same in every resample of the rows.
     """
     from nltk.util import ngrams
 
@@ -135,7 +135,7 @@ def nist_statistics(written: Sequence[str], targets: Sequence[Sequence[str]]) ->
 
 
 def compute_nist(total: Numbers) -> float:
-    """Return the corpus NIST, 0 to about 10, from the sum (12,) of `nist_statistics`."""
+    """Return the corpus NIST (0 to about 10) from the summed `nist_statistics` (12,)."""
     from nltk.translate.nist_score import nist_length_penalty
 
     shared, number, (length, of_references) = total[:_NIST_N], total[_NIST_N : 2 * _NIST_N], total[2 * _NIST_N :]

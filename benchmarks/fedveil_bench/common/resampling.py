@@ -1,19 +1,20 @@
-"""Metrics with their bootstrap replicates: over rows, paired between the rows of a table, averaged over seeds.
+"""Metrics with bootstrap replicates over rows, paired between the rows of a table, and averaged over seeds.
 
-Every metric of a seed is recomputed on the same resamples of the test rows, of the members and of the non-members. So a
-difference of two metrics of one table is a difference of paired replicates. Seeds share the names of their draws, so
-that rows scored by several seeds count once.
+Within a seed, all metrics are recomputed on the same resamples of the test rows, members and non-members. So a
+difference between two metrics in a table is a difference between paired replicates. Seeds share the names of their
+draws, so that rows scored in several seeds count once.
 
-An interval covers the rows, by the replicates, and the training, by Student's t over the seeds' own values, however few
-they are. The two are combined as limits of a sum of independent parts (Zou and Donner 2008):
+An interval covers two sources of variation: the rows, through the replicates, and the training, through Student's t
+over the seeds' own values, however few. They are combined as the limits of a sum of independent parts (Zou and Donner
+2008):
 
     value -+ sqrt(half_rows^2 + (t_{seeds - 1} s / sqrt(seeds))^2)
 
-If each seed draws new rows, s already contains their noise, and the interval is too wide, by a factor of at
-most 1.3 from three seeds on. One seed gives no information on the training: its interval covers only the rows.
+If each seed draws new rows, s already contains their noise, and the interval is too wide, by a factor of at most 1.3
+with three or more seeds. One seed gives no information about the training: its interval covers only the rows.
 
-Two seeds have an interval, but decide nothing: a metric with few values (accuracy on 60 rows) often agrees by
-chance, and then shows no spread at all.
+Two seeds give an interval but decide nothing: a metric with few possible values (accuracy on 60 rows) often agrees by
+chance, and then shows no spread.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ _LEAST_P = 1e-12
 
 @dataclass(frozen=True)
 class ResampledMetric:
-    """A metric of one seed, or of several.
+    """A metric of one or several seeds.
 
     Attributes:
-        value: on the rows themselves; for several seeds the mean.
-        replicates: (REPLICATES,), each on one resample of the rows.
-        count: number of rows behind it; of members and non-members the smaller number.
-        seeds: the value of each seed; none if the metric is not over seeds (`over_seeds` creates one that is).
+        value: the value on the rows themselves; the mean for several seeds.
+        replicates: (REPLICATES,), the value on each resample of the rows.
+        count: number of rows behind the value; for members and non-members, the smaller number.
+        seeds: the value of each seed; empty unless the metric comes from `over_seeds`.
     """
 
     value: float
@@ -54,7 +55,7 @@ class ResampledMetric:
     seeds: tuple[float, ...] = ()
 
     def to_json(self) -> list[Any]:
-        """Return [value, replicates, count], to send between processes."""
+        """Return [value, replicates, count], for sending between processes."""
         return [self.value, self.replicates.tolist(), self.count]
 
     @classmethod
@@ -65,7 +66,7 @@ class ResampledMetric:
 
 
 def from_constant(value: float, count: int = 1) -> ResampledMetric:
-    """Return a metric without rows, and so with an interval of zero width."""
+    """Return a metric without rows, which therefore has an interval of zero width."""
     return ResampledMetric(value, np.full(REPLICATES, value), count)
 
 
@@ -92,7 +93,7 @@ def resample_statistic(of_rows: Numbers, reduce: Callable[[Numbers], float], *na
 def resample_auroc(
     members: Numbers, non_members: Numbers, member_name: tuple[int, ...], other_name: tuple[int, ...]
 ) -> ResampledMetric:
-    """Return the area under the ROC curve, ties halved; members and non-members are resampled independently."""
+    """Return the area under the ROC curve; ties count one half. Members and non-members are resampled independently."""
     wins = (members[:, None] > non_members[None]) + 0.5 * (members[:, None] == non_members[None])
     drawn = draw_counts(len(members), *member_name) @ wins * draw_counts(len(non_members), *other_name)
     replicates = drawn.sum(1) / wins.size
@@ -100,7 +101,7 @@ def resample_auroc(
 
 
 def average_metrics(figures: Sequence[ResampledMetric]) -> ResampledMetric:
-    """Return the mean of several metrics of the same seeds, by replicate and seed, as over clients."""
+    """Return the mean of several metrics from the same seeds (for example, over clients), by replicate and seed."""
     return ResampledMetric(
         math.fsum(f.value for f in figures) / len(figures),
         np.mean([f.replicates for f in figures], axis=0),
@@ -117,7 +118,7 @@ def over_seeds(figures: Sequence[ResampledMetric]) -> ResampledMetric:
 
 
 def compute_interval(figure: ResampledMetric) -> dict[str, Any]:
-    """Return value and 95 % interval over rows and seeds, as in a result file; for several seeds, also each value."""
+    """Return the value and 95% interval over rows and seeds, as in a result file; for several seeds, all values."""
     low, high = (float(q) for q in np.quantile(figure.replicates, (0.025, 0.975)))
     found = {"mean": figure.value, "low": low, "high": high, "n": figure.count}
     if len(figure.seeds) < 2:
@@ -129,14 +130,14 @@ def compute_interval(figure: ResampledMetric) -> dict[str, Any]:
 
 
 def of_rows(figure: ResampledMetric) -> ResampledMetric:
-    """Return the metric for only these trainings: its interval covers the rows, but no other seeds."""
+    """Return the metric for these training runs only: its interval covers the rows, but not other seeds."""
     return replace(figure, seeds=())
 
 
 def p_value(figure: ResampledMetric, at: float = 0.0) -> float:
-    """Return the smallest alpha whose two-sided interval of 1 - alpha excludes `at`; 1 for one seed or two.
+    """Return the smallest alpha for which the two-sided 1 - alpha interval excludes `at`; 1 for one or two seeds.
 
-    The rows' part is scaled from that of 95 % as for a normal distribution.
+    The rows' part of the interval is scaled from its 95% width, as for a normal distribution.
     """
     away = abs(figure.value - at)
     if 0 < len(figure.seeds) < SEEDS_TO_DECIDE or not away:
@@ -155,14 +156,14 @@ def p_value(figure: ResampledMetric, at: float = 0.0) -> float:
 
 
 def subtract_metrics(mine: ResampledMetric, other: ResampledMetric) -> ResampledMetric:
-    """Return `mine` minus `other`, paired by resample and by seed; a metric that is not over seeds is equal in all.
+    """Return `mine` minus `other`, paired by resample and seed; a metric without seeds is used for every seed.
 
     Raises:
-        ValueError: metrics of different numbers of seeds.
+        ValueError: the metrics have different numbers of seeds.
     """
     seeds = mine.seeds or other.seeds
     if mine.seeds and other.seeds and len(mine.seeds) != len(other.seeds):
-        raise ValueError(f"expected figures of the same seeds, found {len(mine.seeds)} and {len(other.seeds)}")
+        raise ValueError(f"expected figures for the same seeds, found {len(mine.seeds)} and {len(other.seeds)}")
     sides = [f.seeds or (f.value,) * len(seeds) for f in (mine, other)]
     paired = tuple(m - o for m, o in zip(*sides, strict=True))
     return ResampledMetric(mine.value - other.value, mine.replicates - other.replicates, mine.count, paired)
@@ -188,5 +189,5 @@ def _standard_error(values: Sequence[float]) -> float:
 
 
 def _normal(alpha: float) -> float:
-    """Return the factor of a standard error for a two-sided normal interval of 1 - alpha."""
+    """Return the number of standard errors for a two-sided normal interval of 1 - alpha."""
     return -statistics.NormalDist().inv_cdf(alpha / 2)

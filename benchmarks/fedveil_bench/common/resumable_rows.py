@@ -1,6 +1,6 @@
-"""Rows of a preset that runs in pieces: rows in the file of pieces are not measured again.
+"""Rows of a preset that runs in pieces: rows already in the pieces file are not measured again.
 
-Several processes can work on one file: each works on rows that no other is working on.
+Several processes can share one file: each works on rows that no other process is working on.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 from fedveil.records.provenance import git_commit
 
-_DIGITS = 14  # hexadecimal digits of a name's position among the locks: a file offset has 63 bits
+_DIGITS = 14  # hexadecimal digits of a name's lock position: a file offset has 63 bits
 
 
 def measure_row(pieces: Path | None, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the row of that name: from the file, or from `measure`, whose result is stored there.
+    """Return the row with this name, from the file if it is there; otherwise measure it and store the result there.
 
-    A row contains the commit at which it was measured, so that a table with several commits shows them.
+    A row contains the commit at which it was measured, so that a table can show if it mixes several commits.
     """
     for found in read_pieces(pieces):
         if found["name"] == name:
@@ -35,9 +35,9 @@ def measure_row(pieces: Path | None, name: str, measure: Callable[[], dict[str, 
 def measure_rows(
     pieces: Path | None, measures: Mapping[str, Callable[[], dict[str, Any]]], minutes: float | None = None
 ) -> list[dict[str, Any]]:
-    """Return the rows of those names, in order, as from `measure_row`.
+    """Return the rows with these names, in order, as from `measure_row`.
 
-    Rows that another process is still measuring are omitted, and those not begun within the time limit.
+    Rows that another process is still measuring, or that were not started within the time limit, are omitted.
     """
     began, made = time.monotonic(), dict[str, dict[str, Any]]()
     for name, measure in measures.items():
@@ -52,7 +52,7 @@ def measure_rows(
 
 @contextlib.contextmanager
 def lock_piece(pieces: Path | None, number: int) -> Iterator[bool]:
-    """Lock the piece of that number; yield whether this process got it. Use one lock at a time per process."""
+    """Lock the piece with this number; yield whether this process got it. A process may hold one lock at a time."""
     if pieces is None:
         yield True
         return
@@ -67,13 +67,13 @@ def lock_piece(pieces: Path | None, number: int) -> Iterator[bool]:
 
 
 def read_pieces(pieces: Path | None) -> list[dict[str, Any]]:
-    """Return the lines of the file, parsed."""
+    """Return the parsed lines of the file."""
     lines = pieces.read_text().splitlines() if pieces and pieces.exists() else []
     return [dict(json.loads(line)) for line in lines]
 
 
 def append_piece(pieces: Path | None, made: Mapping[str, Any]) -> None:
-    """Add a line."""
+    """Append a line to the file."""
     if pieces:
         with pieces.open("a") as file:
             file.write(json.dumps(made) + "\n")

@@ -1,11 +1,11 @@
-"""Run each seed of a preset in its own process with one thread, as many at a time as there are cores.
+"""Run each seed of a preset in its own process with one thread, and as many seeds at a time as there are cores.
 
-A process runs `python -m fedveil_bench.common.seeds MODULE` and calls `of_seed(settings, seed, options)` of
-MODULE.
+A process runs `python -m fedveil_bench.common.seeds MODULE`, which calls MODULE's `of_seed(settings, seed, options)`.
 
-A seed's answer is stored in `<result>.seeds.pieces.jsonl` until all seeds have one, so that an interrupted run
-continues from there. Only an answer for the same commit, settings, form and device is reused; one of changed files is
-never stored. A module whose seeds run in pieces stores those instead, and its seeds answer with what is ready in time.
+A seed's result is stored in `<result>.seeds.pieces.jsonl` until all seeds are done, so that an interrupted run can
+continue. A stored result is reused only for the same commit, settings, form and device; with uncommitted changes,
+nothing is stored. A module whose seeds run in pieces stores the pieces instead, and its seeds return the pieces
+that are ready in time.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ OfSeed = Callable[[dict[str, Any], int, BenchOptions], Any]
 
 
 def run_seeds(module: str, settings: dict[str, Any], options: BenchOptions, in_pieces: bool = False) -> list[Any]:
-    """Return the JSON results of `of_seed` of `module` for each seed, in order, counted from `first_seed`.
+    """Return the JSON results of the module's `of_seed` for each seed, in order, starting with `first_seed`.
 
-    With `in_pieces`, `of_seed` also gets the file of pieces and the remaining minutes, and stores its pieces there.
+    With `in_pieces`, `of_seed` also gets the pieces file, where it stores its pieces, and the remaining minutes.
 
     An interrupt ends the seeds' processes.
 
     Raises:
-        ConfigError: a seed that failed, with its reason.
+        ConfigError: a seed failed; the message gives the reason.
     """
     first, began = settings.get("first_seed", 0), time.monotonic()
     seeds = range(first, first + (options.seeds or settings["seeds"]))
@@ -65,21 +65,21 @@ def run_seeds(module: str, settings: dict[str, Any], options: BenchOptions, in_p
     try:
         asked_for = [pool.submit(answered, seed) for seed in seeds]
         wait(asked_for, return_when=FIRST_EXCEPTION)
-        pool.shutdown(cancel_futures=True)  # running seeds continue after another has failed: their answers are stored
-    except KeyboardInterrupt:  # their processes get no signal if only this one got it
+        pool.shutdown(cancel_futures=True)  # seeds that are running when another fails may finish: results are stored
+    except KeyboardInterrupt:  # the seeds' processes may not have received the signal
         pool.shutdown(wait=False, cancel_futures=True)
         for process in processes:
             process.kill()
             process.wait()
         raise
-    answers = [each.result() for each in asked_for]  # a cancelled seed comes after the failed one
+    answers = [each.result() for each in asked_for]  # raises at the failed seed, before any canceled seed
     if file:
         file.unlink(missing_ok=True)  # a new call must measure again
     return answers
 
 
 def _file(beside: Path | None) -> Path | None:
-    """Return the file of seeds next to a file of pieces, in an existing folder; None if the commit is unknown."""
+    """Return the seeds file next to a pieces file, and create its folder; None if the commit is unknown."""
     if beside is None or not git_commit() or git_commit().endswith("+"):
         return None
     beside.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def _file(beside: Path | None) -> Path | None:
 
 
 def _digest(module: str, settings: dict[str, Any], options: BenchOptions) -> str:
-    """Return the digest of all that a seed's answer depends on except its number."""
+    """Return the digest of everything that a seed's result depends on, except its number."""
     asked = [git_commit(), module, settings, options.form, options.device]
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
@@ -135,7 +135,7 @@ def _one(
 
 
 class SeedProcess(logging.Filter):
-    """Logs each text only once: all federations of a seed report the same rows as too long."""
+    """Logs each message only once, because all federations of a seed report the same overlong rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,9 +150,9 @@ class SeedProcess(logging.Filter):
 
 
 def serve_seed(of_seed: OfSeed) -> None:
-    """Answer for one seed.
+    """Compute the result for one seed.
 
-    It reads settings as JSON from standard input. It writes lines of progress, and then the result as one line of JSON.
+    Reads the settings as JSON from standard input. Writes progress lines, and then the result as one line of JSON.
     """
     warnings = logging.StreamHandler()
     warnings.addFilter(SeedProcess())

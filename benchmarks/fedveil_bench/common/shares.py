@@ -1,12 +1,12 @@
-"""Shares of independent trials that succeed, such as searches that found a picture: exact intervals and verdicts.
+"""Success rates of independent trials, such as image searches, with exact intervals and verdicts.
 
-A few trials that all end alike have no spread, and Student's t would give an interval of width zero. So the interval is
-that of Clopper and Pearson (1934), and a verdict's probability is twice the smaller tail of the binomial.
+If a few trials all end the same way, they have no spread, and Student's t would give an interval of zero width. So this
+module uses the Clopper-Pearson interval (1934), and a verdict's p-value is twice the smaller binomial tail.
 
 | trials | result |
 |---|---|
-| all alike | an interval of some width: for 12 of 12 it is 0.735 to 1 |
-| one or two | an interval, and no verdict |
+| all end the same way | an interval of nonzero width: 0.735 to 1 for 12 of 12 |
+| one or two | an interval, but no verdict |
 | none | ValueError |
 """
 
@@ -23,7 +23,7 @@ from fedveil_bench.common.verdicts import FAILS, HOLDS, OPEN, ClaimSentence
 
 
 def compute_share_interval(found: Sequence[bool]) -> dict[str, Any]:
-    """Return the share of successful trials with its 95 % interval, as in a result file; a trial is a seed."""
+    """Return the share of successful trials with its 95% interval, as in a result file; each trial is a seed."""
     low, high = clopper_pearson(sum(found), len(found))
     return {
         "mean": sum(found) / len(found),
@@ -35,7 +35,7 @@ def compute_share_interval(found: Sequence[bool]) -> dict[str, Any]:
 
 
 def judge_share(found: Sequence[bool], side: Literal["higher", "lower"], than: float) -> ClaimSentence:
-    """Judge whether the probability of success is on that side of `than`."""
+    """Judge whether the probability of success is on the given side of `than`."""
     count, trials = sum(found), len(found)
     above = count > trials * than
     tail = binom.sf(count - 1, trials, than) if above else binom.cdf(count, trials, than)

@@ -1,9 +1,9 @@
-"""Texts of the presets as rows of a source and one reference, and scores with bootstrap replicates over sources.
+"""The presets' text data as rows with a source and one reference, and scores with bootstrap replicates over sources.
 
 | data | source | reference | train, validation, test |
 |---|---|---|---|
 | e2e_nlg, viggo | mr | ref | its own splits |
-| dart | triples "s | p | o" joined by "; " | each of refs | its test part; two halves of its dev part, cut by source |
+| dart | triples "s | p | o" joined by "; " | each of refs | its own test split; two halves of dev, divided by source |
 | dialogsum | dialogue | summary, or summary1 to 3 | its own splits |
 """
 
@@ -26,8 +26,8 @@ from fedveil_bench.common import data, quality, resampling
 from fedveil_bench.common.resampling import ResampledMetric
 
 METRICS = ("loss", "bleu", "nist", "rouge_l", "meteor", "cider")
-_TEST = 8  # name of the random draws
-_OTHERWISE = ("dart", "dialogsum")  # their lines are not {"mr", "ref"}
+_TEST = 8  # names the random draws
+_OTHERWISE = ("dart", "dialogsum")  # data sets whose lines are not {"mr", "ref"}
 
 Row = dict[str, str]
 
@@ -46,7 +46,7 @@ def load_rows(name: str, split: str) -> list[Row]:
 
 
 def prepare_folder(name: str, scratch: Path) -> Path:
-    """Return the folder with {"mr", "ref"} in a file for each split: the data folder, else `scratch`, written here."""
+    """Return a folder with one {"mr", "ref"} file per split: the data folder, or `scratch`, which is then written."""
     if name not in _OTHERWISE:
         return data.find_data_folder(name)
     for split in ("train", "validation", "test"):
@@ -56,7 +56,7 @@ def prepare_folder(name: str, scratch: Path) -> Path:
 
 
 def require_splits(name: str, *splits: str, by_task: bool = False) -> data.DataRequirement:
-    """Require the files that `load_rows` reads; `by_task`: or that a task reads in `prepare_folder`, Parquet too."""
+    """Require the files that `load_rows` reads or, with `by_task`, that a task reads, which may be Parquet."""
     suffixes = data.ROWS if by_task and name not in _OTHERWISE else (".jsonl",)
     return data.DataRequirement(name, tuple(dict.fromkeys(_file(name, split) for split in splits)), suffixes)
 
@@ -81,7 +81,7 @@ def _digest(text: str) -> int:
 
 
 def select_rows(found: Sequence[Row], sources: int, references: int, seed: int) -> list[Row]:
-    """Return the rows of `sources` sources, drawn by the seed, with the first `references` rows of each."""
+    """Return the rows for `sources` sources, drawn by the seed, with the first `references` rows of each."""
     grouped: dict[str, list[Row]] = {}
     for row in found:
         grouped.setdefault(row["mr"], []).append(row)
@@ -92,8 +92,8 @@ def select_rows(found: Sequence[Row], sources: int, references: int, seed: int) 
 def compute_scores(task: TextGeneration, weights: Weights, test: Sequence[Row]) -> dict[str, ResampledMetric]:
     """Return METRICS of the model on `test`, by name.
 
-    "loss" is in nats per token. The others score the text that the model generates for each source, in percent except
-    for nist and cider.
+    "loss" is in nats per token. The others score the text that the model generates for each source, in percent
+    except for nist and cider.
     """
     targets: dict[str, list[str]] = {}
     for row in test:
@@ -119,7 +119,7 @@ def compute_scores(task: TextGeneration, weights: Weights, test: Sequence[Row]) 
 
 
 def compute_loss(task: TextGeneration, weights: Weights, test: Sequence[Row]) -> ResampledMetric:
-    """Return only the "loss" of `compute_scores`."""
+    """Return only the "loss" from `compute_scores`."""
     return resampling.resample_mean(losses_of(task, weights, test), _TEST)
 
 

@@ -9,7 +9,7 @@ from fedveil.contract.trainer import PerExampleGradientSource, TrainingResult
 
 
 class NoOpTrainer:
-    """Moves every weight by `shift`; with 0 it returns the received tensors. Reports 100 examples and `shift`."""
+    """Shifts every weight by `shift`; 0 returns the received tensors. Reports 100 examples and `shift`."""
 
     batch_size = steps = 1
 
@@ -17,11 +17,11 @@ class NoOpTrainer:
         self.spec, self.num_examples, self._shift = spec, 100 + int(shift), shift
 
     def train(self, weights: Weights, frozen: Any = None, penalty: Any = None) -> TrainingResult:
-        """Return the moved weights."""
+        """Return the shifted weights."""
         return TrainingResult({name: w + self._shift if self._shift else w for name, w in weights.items()}, {})
 
     def gradient(self, weights: Weights) -> TrainingResult:
-        """Return other weights instead of a gradient; they cost as much to send."""
+        """Return weights in place of a gradient; they cost as much to send."""
         return TrainingResult({name: w - self._shift if self._shift else w for name, w in weights.items()}, {})
 
     @property

@@ -1,10 +1,10 @@
 """Compare metrics and give verdicts: which is higher, and whether a claim or an order holds.
 
-A verdict that methods differ is an error if they do not. All verdicts of one table (a preset's claims, an order's
-pairs) are corrected together, by Holm, so that at most one table in twenty has such an error. All others are "not told
-apart" or "not decided", which supports neither claim. One seed or two decide nothing.
+A verdict that two methods differ is an error if they do not. All verdicts in a table (a preset's claims, an order's
+pairs) are corrected together with Holm's method, so that at most one table in twenty has such an error. All other
+verdicts are "not told apart" or "not decided", and support neither side. One or two seeds decide nothing.
 
-| a claim | holds where the difference lies in | does not hold where it lies beyond that |
+| claim | holds if the difference lies | does not hold if it lies |
 |---|---|---|
 | lower, higher | below 0, above 0 | above 0, below 0 |
 | equal | -margin to margin | either side |
@@ -12,17 +12,17 @@ apart" or "not decided", which supports neither claim. One seed or two decide no
 
 A claim that two methods are equal must therefore state its margin.
 
-A control is judged as a claim on the difference between its figure and chance (0.5 for an AUROC), and may be undecided
-too:
+A control is judged like a claim about the difference between its figure and chance (0.5 for an AUROC), and may also be
+undecided:
 
-| a control must be | held where its figure less chance lies | NOT HELD where it lies |
+| the control must be | held if its figure minus chance lies | NOT HELD if it lies |
 |---|---|---|
 | won | above margin | below it |
 | lost | within -margin to margin | beyond either |
 | not won | below margin | above it |
 
-A control to win must hold over the seeds. A control to lose is tested only on these trainings, over the rows: if
-something distinguishes these rows, it spoils this table, even if other seeds would show nothing.
+A control to win must hold over the seeds. A control to lose is tested over the rows, for these training runs only: if
+something gives these rows away, the table is spoiled, even if other seeds would show nothing.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from fedveil.errors import ConfigError
 from fedveil_bench.common import resampling
 from fedveil_bench.common.resampling import ResampledMetric
 
-ALPHA = 0.04  # of all words of a table together: room below 5 % for trainings whose spread is not a normal one
+ALPHA = 0.04  # for all verdicts in a table together: leaves room below 5% for non-normal variation between seeds
 HOLDS, FAILS, OPEN = "holds here", "does not hold here", "not decided"
 HELD, NOT_HELD = "held", "NOT HELD"
-CHANCE = 0.5  # an AUROC's
-CONTROL_MARGIN = 0.05  # of an AUROC, where a preset states no other: a tenth of what lies between chance and certainty
+CHANCE = 0.5  # for an AUROC
+CONTROL_MARGIN = 0.05  # default for an AUROC: a tenth of the distance from chance to certainty
 Must = Literal["won", "lost", "not won"]
 _CLAIMS = ("lower", "higher", "equal", "not lower", "not higher")
 _NEED_MARGIN = ("equal", "not lower", "not higher")
@@ -53,8 +53,8 @@ class ClaimSentence:
 
     Attributes:
         word: the verdict if the difference is significant.
-        p: p-value of that verdict.
-        otherwise: the verdict if it is not.
+        p: the p-value of that verdict.
+        otherwise: the verdict if the difference is not significant.
     """
 
     word: str
@@ -65,15 +65,15 @@ class ClaimSentence:
 def judge_sign(
     d: ResampledMetric, below: str = "lower", above: str = "higher", otherwise: str = "not told apart"
 ) -> ClaimSentence:
-    """Judge on which side of 0 a difference is."""
+    """Judge on which side of 0 a difference lies."""
     return ClaimSentence(below if d.value < 0 else above, resampling.p_value(d), otherwise)
 
 
 def judge_claim(d: ResampledMetric, claim: Mapping[str, Any]) -> ClaimSentence:
-    """Judge whether a difference is as `claim` states, a table of a preset with the keys "is" and, for some, "margin".
+    """Judge whether a difference matches `claim`, a table in a preset with the key "is" and, for some, "margin".
 
     Raises:
-        ConfigError: another claim, or one that needs a margin and has none.
+        ConfigError: the claim is unknown, or lacks a required margin.
     """
     asked, margin = claim["is"], claim.get("margin", 0.0)
     if asked not in _CLAIMS:
@@ -93,11 +93,11 @@ def judge_claim(d: ResampledMetric, claim: Mapping[str, Any]) -> ClaimSentence:
 def judge_control(
     figure: ResampledMetric, must: Must, margin: float = CONTROL_MARGIN, chance: ResampledMetric | None = None
 ) -> ClaimSentence:
-    """Judge whether a control is as it must be.
+    """Judge whether a control meets its requirement.
 
     Args:
-        margin: largest distance from chance of an attack that learns nothing; a winning attack must exceed it.
-        chance: the score of a blind guess, paired with `figure`; by default CHANCE.
+        margin: an attack that learns nothing stays within this distance from chance; a winning attack must exceed it.
+        chance: the score of a random guess, paired with `figure`; by default CHANCE.
     """
     gain = resampling.subtract_metrics(figure, chance or resampling.from_constant(CHANCE))
     if must == "won":
@@ -109,13 +109,13 @@ def judge_control(
 
 
 def describe_control_range(must: Must, margin: float = CONTROL_MARGIN) -> str:
-    """Return the range that the AUROC of a control must be in, in words."""
+    """Return, in words, the range in which a control's AUROC must lie."""
     low, high = f"{CHANCE - margin:g}", f"{CHANCE + margin:g}"
     return {"won": f"above {high}", "lost": f"within {low} to {high}", "not won": f"below {high}"}[must]
 
 
 def list_control_verdicts(found: Sequence[tuple[str, ClaimSentence]]) -> list[str]:
-    """Return a sentence for each control of a table, ending in its verdict, and a sentence about the correction."""
+    """Return a sentence for each control in a table, ending in its verdict, and a sentence about the correction."""
     told_ = [
         f"{text}: {word}." for (text, _), word in zip(found, decide_words([said for _, said in found]), strict=True)
     ]
@@ -123,12 +123,12 @@ def list_control_verdicts(found: Sequence[tuple[str, ClaimSentence]]) -> list[st
 
 
 def claim_in_words(claim: Mapping[str, Any]) -> str:
-    """Return a claim of a preset as text, with its margin."""
+    """Return a preset's claim as text, with its margin."""
     return f"it {claim['is']}" + (f" (within {claim['margin']:g})" if "margin" in claim else "")
 
 
 def claims_of(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a preset's claims; a claim without its required margin gets that of the settings, if there is one."""
+    """Return a preset's claims; a claim without a required margin gets the margin from the settings, if any."""
     shared = {"margin": settings["margin"]} if "margin" in settings else {}
     return [(shared if claim["is"] in _NEED_MARGIN else {}) | claim for claim in settings.get("claims", [])]
 
@@ -136,12 +136,12 @@ def claims_of(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
 def judge_claims(
     rows: Mapping[str, Mapping[str, ResampledMetric]], claims: Sequence[Mapping[str, Any]], form: str = "+.3f"
 ) -> list[tuple[str, ClaimSentence]]:
-    """Return each claim of a preset, and whether it holds: on one metric of two rows, paired by resample and seed.
+    """Return each claim in a preset and whether it holds, for one metric of two rows, paired by resample and seed.
 
-    A claim's "than" names another row, or a number with which every seed is compared.
+    A claim's "than" is the name of another row, or a number to compare every seed with.
 
     Raises:
-        ConfigError: a claim about a row or a metric that the table does not have.
+        ConfigError: a claim names a row or metric that the table does not have.
     """
     found = []
     for claim in claims:
@@ -149,8 +149,7 @@ def judge_claims(
         for name in (mine, other):
             if isinstance(name, str) and metric not in rows.get(name, {}):
                 raise ConfigError(
-                    f'claims: expected a row with that metric, found none of "{name}" with "{metric}"; '
-                    "correct the claim"
+                    f'claims: expected a row with that metric, found no "{name}" with "{metric}"; correct the claim'
                 )
         against = rows[other][metric] if isinstance(other, str) else resampling.from_constant(float(other))
         d = resampling.subtract_metrics(rows[mine][metric], against)
@@ -161,7 +160,7 @@ def judge_claims(
 
 
 def decide_words(said: Sequence[ClaimSentence]) -> list[str]:
-    """Return the verdict of each, corrected for the others."""
+    """Return the verdict for each claim, corrected for the others."""
     corrected = holm_correction([each.p for each in said])
     return [each.word if p <= ALPHA else each.otherwise for each, p in zip(said, corrected, strict=True)]
 
@@ -169,27 +168,27 @@ def decide_words(said: Sequence[ClaimSentence]) -> list[str]:
 def all_of(
     differences: Sequence[ResampledMetric], side: Literal["lower", "higher"], word: str, otherwise: str
 ) -> ClaimSentence:
-    """Judge whether every difference is on that side of 0. Each must be so by itself, so none corrects another."""
+    """Judge whether all differences are on the given side of 0. All must hold, so no correction is needed."""
     found = [judge_sign(d) for d in differences]
     return ClaimSentence(word, max(each.p if each.word == side else 1.0 for each in found), otherwise)
 
 
 def list_verdicts(found: Sequence[tuple[str, ClaimSentence]], seeds: int) -> list[str]:
-    """Return a sentence for each text, ending in its verdict, and a sentence about the correction."""
+    """Return one sentence per text, ending in its verdict, and a sentence about the correction."""
     said = [each for _, each in found]
     told_ = [f"{text}: {word}." for (text, _), word in zip(found, decide_words(said), strict=True)]
     return [*told_, describe_correction(f"{len(said)} comparisons", seeds)] if found else []
 
 
 def describe_correction(comparisons: str, seeds: int) -> str:
-    """Return the sentence below a table on how its verdicts were found."""
+    """Return the sentence below a table that explains how its verdicts were reached."""
     text = f"Intervals are of 95 % each, over rows and seeds; verdicts are corrected for {comparisons} (Holm)"
     few = f"; {seeds} {'seed is' if seeds == 1 else 'seeds are'} too few to decide"
     return f"{text}{few if 0 < seeds < resampling.SEEDS_TO_DECIDE else ''}."
 
 
 def describe_ordering(figures: Mapping[str, ResampledMetric], order: Sequence[str], what: str) -> str:
-    """Return a sentence on whether `figures` are in a paper's order, from its first (highest) to its last."""
+    """Return a sentence that says whether `figures` are in the paper's order, from highest to lowest."""
     names = [name for name in order if name in figures]
     pairs = [(high, low) for i, high in enumerate(names) for low in names[i + 1 :]]
     differences = [resampling.subtract_metrics(figures[high], figures[low]) for high, low in pairs]

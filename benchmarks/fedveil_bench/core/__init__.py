@@ -1,1 +1,1 @@
-"""Presets of the system itself: training, folding, rounds, workers."""
+"""Presets for the system itself: training, folding, rounds, workers."""

@@ -1,11 +1,11 @@
-"""Folding uploads: memory and throughput, compared with a plain sum and with Flower's own FedAvg.
+"""Measure memory and throughput of folding uploads, compared with a plain sum and with Flower's own FedAvg.
 
 "gate and fold" is the server's processing of a reply: checksum, finite and norm checks, then the running mean. "fold"
-is only the running mean, on messages already checked, like Flower's aggregate_train, which checks nothing. Half
-precision has half the bytes for as many entries; its GB/s count its own bytes.
+is only the running mean, on messages already checked, like Flower's aggregate_train, which checks nothing. In half
+precision, the same number of entries takes half the bytes; GB/s counts these actual bytes.
 
-Each case runs in a separate process, so that peak memory is measured per case. The received messages are a small ring
-of distinct ones, as for a server that pulls replies one at a time.
+Each case runs in a separate process, so that peak memory is measured per case. The received messages cycle through a
+small set of distinct ones, as for a server that pulls replies one at a time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HALF = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return the rows: FedVeil's fold at each N, the plain sum, and Flower's FedAvg. Repeats are interleaved."""
+    """Return rows for FedVeil's fold at each N, the plain sum, and Flower's FedAvg. Repeats are interleaved."""
     megabytes, counts = settings["megabytes"], settings["uploads"]
     cases = [("gate-and-fold", n) for n in counts] + [("fold", n) for n in counts]
     cases += [(f"{case}-{half}", settings["half_uploads"]) for half in _HALF for case in ("gate-and-fold", "fold")]
@@ -130,8 +130,8 @@ def _plain(n: int, megabytes: int) -> tuple[float, int]:
 
 
 def _flower(n: int, megabytes: int) -> tuple[float, int]:
-    """Run Flower's own strategy on replies that are all present, as its `start` passes them."""
-    # Only here: the other cases' peak memory is without Flower.
+    """Run Flower's own strategy on replies that are all in memory, as its `start` passes them."""
+    # Imported only here, so that the other cases' peak memory does not include Flower.
     from flwr.app import ArrayRecord, Message, MessageType, MetricRecord, RecordDict
     from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
     from flwr.supercore.task_identity import TaskIdentity
@@ -151,7 +151,7 @@ def _flower(n: int, megabytes: int) -> tuple[float, int]:
 
 
 def _dtypes() -> dict[str, str]:
-    """Return the dtype on the wire, by case."""
+    """Return the wire dtype for each case."""
     return {
         f"{case}{half}": dtype
         for case in ("gate-and-fold", "fold")

@@ -1,15 +1,15 @@
-"""Simulate when the uploads of N SuperNodes arrive at one server: the events of a round, one at a time.
+"""Simulate when the uploads from N SuperNodes arrive at one server, event by event.
 
 A round has these steps, in this order, for each of N sites with messages of b bytes:
 
 1. The ServerApp creates the messages one after another: `send` seconds each. All are pushed after the last one.
 2. A SuperNode asks for work every `poll_seconds`, with a uniformly random phase.
-3. The SuperLink delivers the message: `relay` seconds of its one Python thread, after its other work.
-4. The message passes the server's downlink, which all share: b / `megabytes_a_second`. First come, first served.
+3. The SuperLink delivers the message: `relay` seconds of its single Python thread, after its earlier work.
+4. The message passes through the server's shared downlink: b / `megabytes_a_second`, first come, first served.
 5. The site starts a client process and trains: uniform between `train_seconds`' two values.
-6. The upload passes the uplink, and the SuperLink accepts it: `relay` seconds again.
-7. The ServerApp asks for every outstanding message, one after another, `look` seconds each, and folds the arrived
-ones: `fold` seconds each. After a pass without any it waits `_POLL_SECONDS`.
+6. The upload passes through the uplink, and the SuperLink accepts it: `relay` seconds again.
+7. The ServerApp asks for every outstanding message, one after another, `look` seconds each, and folds those that have
+arrived: `fold` seconds each. After a pass in which none had arrived, it waits `_POLL_SECONDS`.
 
 Measured in the same run: `send` and `fold` (CPU seconds of core/scale's strategy rows: gate, checksum,
 fold and the run's records, without waiting for the disk), `relay` (CPU seconds of a SuperLink that carries messages of
@@ -32,12 +32,12 @@ _POLL_SECONDS = 0.25  # as in server_app/round_attempt.py
 
 @dataclass(frozen=True)
 class ArrivalCosts:
-    """Seconds, except for the link's values.
+    """Costs of a simulated round, in seconds except for link values.
 
     Attributes:
-        send, fold: seconds of the ServerApp per message.
-        relay: seconds of the SuperLink per message and direction.
-        look: seconds of the ServerApp for one message that has not arrived.
+        send, fold: ServerApp seconds per message.
+        relay: SuperLink seconds per message and direction.
+        look: ServerApp seconds to check for a message that has not arrived.
         poll_seconds: interval between two polls of an idle SuperNode.
         train_seconds: training times of the fastest and the slowest site, including the start of the client process.
         megabytes: size of a message, each way.
@@ -60,11 +60,11 @@ class SimulatedRound:
 
     Attributes:
         seconds: time until the last upload is folded.
-        training: training time of the slowest site, the lower bound of a round.
-        last_arrival: time until the last upload is at the SuperLink.
-        most_waiting: maximum number of uploads at the SuperLink that were not yet folded.
-        most_polling: maximum number of SuperNodes that waited for their message at one time.
-        busy: busy share of the time, for the ServerApp, the SuperLink, and the busier direction of the link.
+        training: training time of the slowest site, a lower bound for the round.
+        last_arrival: time until the last upload has reached the SuperLink.
+        most_waiting: maximum number of uploads at the SuperLink that had not been folded yet.
+        most_polling: maximum number of SuperNodes waiting for their message at the same time.
+        busy: share of time that the ServerApp, the SuperLink and the busier direction of the link were busy.
     """
 
     seconds: float
@@ -82,7 +82,7 @@ class _Station:
         self.free_at = self.busy = 0.0
 
     def ends(self, now: float, seconds: float) -> float:
-        """Return when a job that arrives now and takes so long is done."""
+        """Return when a job that arrives at `now` and takes `seconds` will be done."""
         self.free_at = max(now, self.free_at) + seconds
         self.busy += seconds
         return self.free_at
@@ -123,7 +123,7 @@ def simulate_round(sites: int, costs: ArrivalCosts, seed: int = 0) -> SimulatedR
 
 
 def _folded(arrivals: list[float], began: float, costs: ArrivalCosts) -> tuple[float, int, float]:
-    """Simulate the ServerApp's passes over outstanding messages. Return end, longest queue, and busy seconds."""
+    """Simulate the ServerApp's passes over outstanding messages. Return end time, longest queue, and busy seconds."""
     now, busy, folded, most = began, 0.0, 0, 0
     out, times = list(range(len(arrivals))), sorted(arrivals)
     while out:

@@ -1,19 +1,20 @@
-"""Kill one process of a real run at a drawn point, resume, and compare with an undisturbed run.
+"""Kill one process in a real run at a random point, resume, and compare with an undisturbed run.
 
-Every point is a separate run over gRPC (killer.py determines victim and time). Permanently ended processes are
-restarted.
+Every point is a separate run over gRPC (killer.py determines the victim and the time). Processes that ended for good
+are restarted.
 
-| compared | in a deterministic run | in one under differential privacy |
+| compared | in a deterministic run | in a run with differential privacy |
 |---|---|---|
-| weights after the last round, private states | equal, bit for bit | - : its noise comes from the system |
-| fields of every accepted upload, including masks and draws | equal, bit for bit; not those of secure aggregation,
-  whose keys come from the system: the weights show its sum | - |
-| ledger | not charged | the undisturbed run's charges, and the same once more for each repeated client round |
-| rounds and sites whose uploads the record has | equal | equal |
+| weights after the last round, private states | bit-identical | -: the noise comes from the operating system |
+| fields of every accepted upload, including masks and draws | bit-identical, except in secure aggregation, whose keys
+  come from the operating system; there, the weights show that the sum is the same | - |
+| ledger | not charged | as in the undisturbed run, plus one more charge for each repeated client round |
+| rounds and sites with recorded uploads | equal | equal |
 | the server's audit log | unbroken | unbroken |
 
-It runs in pieces: points in the file of pieces are not run again, except those that did not end equal at another
-commit. The table reports the points per commit. Several instances can run at once, each with different points.
+The benchmark runs in pieces: points in the pieces file are not run again, except those that ended differently at
+another commit. The table reports the number of points per commit. Several instances can run at once; they work on
+different points.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ from fedveil_bench.core.killer import PROGRAMS, ROUNDS, SITES, VICTIMS, KillPoin
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _SECONDS = 300.0
-_MASKED = ("sum", "attached")  # fields of masks and keys, which are new each time
+_MASKED = ("sum", "attached")  # fields with masks and keys, which are regenerated each time
 _RESUMED = 5
-_REASON_CHARACTERS = 400  # for a point that did not end
-_PAUSE_SECONDS = 8.0  # between two starts of a site, like compose's pauses: each start costs some CPU seconds
+_REASON_CHARACTERS = 400  # maximum length of the reason for a point that did not end
+_PAUSE_SECONDS = 8.0  # between two starts of a site, as in compose: each start costs several CPU seconds
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return one row for each case and victim: points, how many ended equal, and a description of every other one.
+    """Return a row per case and victim: the points, how many ended equal, and a description of each that did not.
 
     Raises:
         ConfigError: there is no launcher.
@@ -111,7 +112,7 @@ def _outcome(points: list[dict[str, Any]]) -> BenchOutcome:
 
 
 class _Bench:
-    """A federation that runs the points; the undisturbed run of a case is made on first use."""
+    """A federation that runs the points; a case's undisturbed run is done on first use."""
 
     def __init__(self, federation: Any, runs: Path, pictures: Path, settings: dict[str, Any]) -> None:
         self._federation, self._runs, self._settings = federation, runs, settings
@@ -120,7 +121,7 @@ class _Bench:
         self._started: dict[str, float] = {}  # ended sites, and when
 
     def tried(self, point: KillPoint) -> dict[str, Any]:
-        """Run one point; return how it ended, whether something was killed, the number of resumes, and seconds."""
+        """Run one point; return how it ended, whether a process was killed, the number of resumes, and the seconds."""
         if point.case not in self._whole:
             spent = self._charged()
             self._ended(point.case, f"whole-{point.case}")
@@ -141,7 +142,7 @@ class _Bench:
         return {"end": end, "killed": killer.killed, "resumed": resumed, "seconds": seconds}
 
     def _ended(self, case: str, name: str, killer: ProcessKiller | None = None) -> int:
-        """Run until it is completed; restart killed processes and resume the run. Return how often."""
+        """Run to completion, restarting killed processes and resuming the run. Return the number of resumes."""
         config = dict(self._settings["config"]) | self._settings["cases"][case]
         config["task.data"] = config["task.evaluation"] = str(self._data[str(config.pop("data"))])
 
@@ -170,8 +171,8 @@ class _Bench:
     def _restored(self, killer: ProcessKiller | None) -> None:
         """Restart ended processes: the server's machine if it was killed, and any site.
 
-        Restart a site as often as its SuperNode ends, like compose: while a SuperLink considers the dead one online,
-        until its heartbeat is missed, it rejects the new one. This may last until the next run has begun.
+        A site is restarted whenever its SuperNode ends, as in compose: until a heartbeat is missed, the SuperLink
+        considers the dead SuperNode online and rejects the new one. This may last until the next run has begun.
         """
         for site in SITES:
             since = time.monotonic() - self._started.get(site, -math.inf)
@@ -191,7 +192,7 @@ class _Bench:
         def found() -> list[int]:
             pids = []
             for process in self._federation.processes.alive(whose):
-                with suppress(Exception):  # it may end meanwhile
+                with suppress(Exception):  # it may end in the meantime
                     pids += [process.pid] if program in " ".join([process.name(), *process.cmdline()]) else []
             return pids
 
@@ -219,7 +220,7 @@ class _Bench:
         return found
 
     def _facts(self, name: str, spent: Mapping[str, int]) -> dict[str, Any]:
-        """Return the facts that are compared. `spent`: charged before the run."""
+        """Return the facts to compare. `spent`: steps charged before the run."""
         run = self._runs / name
         audit_log.verify_log(self._runs / audit_log.NAME)
         metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -247,7 +248,7 @@ class _Bench:
 
 
 def _compared(whole: Mapping[str, Any], found: Mapping[str, Any], again: str = "") -> str:
-    """Return "equal" or the differences. `again`: site with a killed worker, whose client process repeats the round."""
+    """Return "equal" or the differences. `again`: the site whose worker was killed, so its client repeats the round."""
     keys = ["rounds", *(["weights", "private states", "uploads"] if not any(whole["charged"].values()) else [])]
     for key in keys:
         if whole[key] != found[key]:

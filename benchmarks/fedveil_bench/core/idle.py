@@ -1,7 +1,7 @@
-"""Measure the cost of a waiting site: CPU of its processes as a share of one core, ours and stock Flower's.
+"""Measure the cost of a waiting site: its processes' share of one CPU core, for FedVeil and stock Flower.
 
-The federation has one site. The first seconds are excluded: processes start, and pollers begin with short intervals
-(fedveil/guard/poll_backoff.py). Then it measures CPU seconds per window and program.
+The federation has one site. The first seconds are excluded, because processes are starting and pollers begin with short
+intervals (fedveil/guard/poll_backoff.py). Then the CPU seconds per window and program are measured.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _SITE = "site-0"
 
 @dataclass(frozen=True)
 class IdleWindow:
-    """A window of time in which a site waited.
+    """A period in which a site waited.
 
     Attributes:
-        seconds: its length.
+        seconds: the length of the period.
         cpu: CPU seconds by program.
     """
 
@@ -34,16 +34,16 @@ class IdleWindow:
     cpu: Mapping[str, float]
 
     def percent(self, kind: str | None = None) -> float:
-        """Return the percentage of one core that all programs, or one, use."""
+        """Return the percentage of one core that all programs, or one program, used."""
         cpu = sum(self.cpu.values()) if kind is None else self.cpu.get(kind, 0.0)
         return 100.0 * cpu / self.seconds
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return the rows "fedveil" and "flower": percentage of a core, in total and by program.
+    """Return the rows "fedveil" and "flower": percentage of one core, in total and by program.
 
     Raises:
-        ConfigError: no launcher, or a site that ended while it waited.
+        ConfigError: there is no launcher, or a site ended while waiting.
     """
     if options.launch is None:
         raise ConfigError("core/idle: expected a launcher, found none; run it as `fedveil bench core/idle`")
@@ -71,9 +71,9 @@ def _window(federation: Any, seconds: float) -> IdleWindow:
 
 
 def build_outcome(found: Mapping[str, Sequence[IdleWindow]], asked: float) -> BenchOutcome:
-    """Return rows and verdicts of the windows of each system.
+    """Return rows and verdicts from the windows of each system.
 
-    `asked`: the maximum percentage of a core that a waiting FedVeil site should use.
+    `asked`: the maximum percentage of one core that a waiting FedVeil site should use.
     """
     rows: list[dict[str, Any]] = []
     for name, windows in found.items():

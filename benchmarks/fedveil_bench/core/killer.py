@@ -1,9 +1,9 @@
-"""Kill processes in a run: drawn points, and the thread that waits for one.
+"""Kill processes in a run: random kill points, and the thread that waits for a point.
 
 The victim is the ServerApp, the SuperLink's machine, a site's machine, its worker or its client process. It is killed
-as soon as a file shows that the run is at a drawn place (a message went out, a checkpoint was replaced, a record was
-written, a round was counted, a private state was stored, a ledger was charged), or a drawn time later. The killed
-programs contain no code for this.
+as soon as a file shows that the run has reached a randomly drawn event (a message was sent, a checkpoint was replaced,
+a record was written, a round was counted, a private state was stored, a ledger was charged), or a random time later.
+The killed programs contain no code for this.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROGRAMS = {"serverapp": "flwr-serverapp", "worker": "client_app.worker.worker_m
 
 @dataclass(frozen=True)
 class KillPoint:
-    """The victim and the time in a run of a case: `delay` seconds after the event has been seen `count` times."""
+    """A case, a victim and a time: `delay` seconds after the event has been seen `count` times."""
 
     number: int
     case: str
@@ -42,7 +42,7 @@ class KillPoint:
 
 
 def draw_kill_point(number: int, cases: list[str]) -> KillPoint:
-    """Return the point of that number."""
+    """Return the point with this number."""
     stream = rng.initial_stream(number, "faults")
 
     def one(of: list[Any]) -> Any:
@@ -65,7 +65,7 @@ class ProcessKiller(threading.Thread):
         self._victims, self._files, self._end = victims, files, threading.Event()
 
     def run(self) -> None:
-        """Poll the files every millisecond; search for the victims in between, because that takes longer."""
+        """Poll the files every millisecond; look for the victims in between, because that takes longer."""
         before, seen, pids, looked = self._stamps(), 0, self._victims(), time.monotonic()
         while not self._end.is_set() and seen < self.point.count:
             now = self._stamps()

@@ -1,16 +1,16 @@
-"""Large messages: seconds and CPU time of a round that trains nothing, compared with stock Flower.
+"""Measure the seconds and CPU time of a no-op round with large messages, compared with stock Flower.
 
-All processes of a federation are on this machine, so with more sites than cores a round takes as long as the CPU
+All processes of a federation are on this machine, so with more sites than cores, a round takes as long as the CPU
 seconds of all hops together. The first round of each run is excluded.
 
 | metric | meaning |
 |---|---|
 | seconds a round | by the server's clock |
-| MB a second | all messages of a round, both ways, divided by these seconds |
-| CPU s <program> | per round, for all its processes; for stock Flower the mean of all rounds |
-| MB <program> | maximum resident memory of one of its processes, over all rounds |
+| MB a second | all messages in a round, both ways, divided by these seconds |
+| CPU s <program> | per round, for all its processes; for stock Flower, the mean over all rounds |
+| MB <program> | maximum resident memory of any of its processes, over all rounds |
 
-One size runs again while every connection of the sites is cut at intervals, in the middle of its transfer.
+One size is run again while all of the sites' connections are cut at intervals, in the middle of a transfer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
     """Return two rows for each size: FedVeil's and stock Flower's.
 
     Raises:
-        ConfigError: no launcher, or a run that did not complete.
+        ConfigError: there is no launcher, or a run did not complete.
     """
     if options.launch is None:
         raise ConfigError("core/large: expected a launcher, found none; run it as `fedveil bench core/large`")
@@ -66,7 +66,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 def build_outcome(found: dict[str, NoOpRun], sites: int) -> BenchOutcome:
-    """The table of these runs: first all of ours, then as many of stock Flower's, in the same order, then those cut."""
+    """Build the table: first all our runs, then as many of stock Flower's in the same order, then the cut runs."""
     rows, ways = [_row(name, way, sites) for name, way in found.items()], list(found.values())
     half = sum(name.startswith("flower") for name in found)
     said = []
@@ -106,6 +106,6 @@ def _name(whose: str, way: NoOpRun, how: str = "") -> str:
 
 
 def _kind(command: list[str]) -> str:
-    """Return the process kind. A resident guard forks a child for each message: both are the client's."""
+    """Return the process kind. A resident guard forks a child for each message; both count as the client."""
     kind = classify_program(command)
     return "client process" if kind == "resident" else kind

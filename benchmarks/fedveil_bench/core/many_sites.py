@@ -1,11 +1,11 @@
-"""Run rounds of N sites that train nothing in a separate process: seconds, and maximum memory.
+"""Run no-op rounds with N sites in a separate process, and measure seconds and maximum memory.
 
     python -m fedveil_bench.core.many_sites in-process fedrand "" 1000 4 0
     python -m fedveil_bench.core.many_sites strategy fedrand "downlink = 'selected'" 1000 4 10
 
 "in-process" is fedveil.federation.in_process with messages of a few KB, so that the cost per site dominates.
 "strategy" is the ServerApp's strategy with a run folder. Its Grid creates each reply when it is pulled and stores none,
-so that the memory is the server's; the time to create them is excluded.
+so that only the server's memory is measured; the time to create replies is excluded.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class ManySitesCase:
 
     Attributes:
         way: "in-process" or "strategy".
-        method, fields: the values of the run config.
+        method, fields: the values for the run config.
         sites: N.
-        rounds: number of rounds; in the first every site is new.
-        megabytes: size of one upload, for "strategy"; 0 = a few KB.
+        rounds: number of rounds; in the first round, every site is new.
+        megabytes: size of one upload, for "strategy"; 0 means a few KB.
     """
 
     way: str
@@ -71,11 +71,11 @@ class ManySitesResult:
     """The measurements of one case.
 
     Attributes:
-        seconds, cpu_seconds: wall and CPU time of each round; only the first includes waiting for the disk and other
-            programs.
-        sending_cpu_seconds: CPU time of each round until the last message has been passed on; [] in process.
-        grown_mb: maximum resident memory beyond that before the first round.
-        upload_bytes: bytes of the last round.
+        seconds, cpu_seconds: wall-clock and CPU time of each round; only the former includes waiting for the disk and
+            other programs.
+        sending_cpu_seconds: CPU time of each round until the last message has been passed on; [] for "in-process".
+        grown_mb: growth of the maximum resident memory since before the first round.
+        upload_bytes: upload bytes in the last round.
     """
 
     seconds: list[float]
@@ -91,7 +91,7 @@ def measure_case(case: ManySitesCase) -> ManySitesResult:
 
 
 def _spec(width: int) -> Spec:
-    """Return LoRA factors of four layers, A and B of the same size."""
+    """Return LoRA factors for four layers, with A and B of the same size."""
     return {
         f"h.{layer}.lora_{side}": ParamSpec((width, 4) if side == "B" else (4, width))
         for layer in range(_LAYERS)
@@ -120,7 +120,7 @@ def _in_process(case: ManySitesCase) -> ManySitesResult:
 
 def _strategy(case: ManySitesCase) -> ManySitesResult:
     method = strategies.create_method(case.method, case.fields)
-    upload_share = 1 if case.method == "fedavg" else 2  # the others send one factor, or half of the layers
+    upload_share = 1 if case.method == "fedavg" else 2  # other methods send one factor, or half of the layers
     width = case.megabytes * 1_000_000 // 4 * upload_share // (2 * 4 * _LAYERS)
     weights = _weights(_spec(width or _SMALL))
     grid = StreamedGrid(method, case.method, param_specs_of(weights), case.sites)
@@ -150,7 +150,7 @@ def _strategy(case: ManySitesCase) -> ManySitesResult:
 
 @dataclass(frozen=True)
 class _Times:
-    """Wall time and this process's CPU time."""
+    """Wall-clock time and this process's CPU time."""
 
     wall: float = 0.0
     cpu: float = 0.0
@@ -171,7 +171,7 @@ def _columns(laps: list[_Times]) -> tuple[list[float], list[float]]:
 
 
 class _Memory:
-    """The maximum resident memory since this object was created, as Linux counts it."""
+    """The maximum resident memory since this object was created, as counted by Linux."""
 
     def __init__(self) -> None:
         self._before_mb = float(psutil.Process().memory_info().rss) / 1e6
@@ -183,10 +183,10 @@ class _Memory:
 
 
 class StreamedGrid(Grid):
-    """N nodes, whose replies are created when they are pulled. It stores one message of each variant.
+    """A Grid with N nodes whose replies are created when they are pulled. It stores one message of each variant.
 
     Attributes:
-        spent: the time to simulate the sites.
+        spent: time spent on simulating the sites.
         pushed_at: when messages were last pushed.
     """
 
@@ -244,7 +244,7 @@ class StreamedGrid(Grid):
         return number
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies, created now."""
+        """Create and return the replies."""
         started = _Times.now()
         replies = [self._reply(*self._waiting.pop(number), number) for number in message_ids if number in self._waiting]
         self.spent += _Times.now() - started

@@ -1,6 +1,6 @@
-"""Maximum memory of every process of a federation over gRPC, and the seconds of a round outside local training.
+"""Measure the peak memory of every process in a federation over gRPC, and a round's seconds outside local training.
 
-Peaks are the kernel's own (VmHWM), so none falls between two readings. Each run has a federation of its own.
+Peaks come from the kernel (VmHWM), so none is missed between two readings. Each run has its own federation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedveil_bench.process_monitor.usage import PROGRAMS, ProcessUsage, classify
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _SERVER, _WORKER = "ServerApp", "worker"
-_STATES = {"adamw": 2.0, "adamw-8bit": 0.5}  # of the optimizer, in bytes per byte of fp32 weights
+_STATES = {"adamw": 2.0, "adamw-8bit": 0.5}  # optimizer states, in bytes per byte of fp32 weights
 _SERVER_TIMES, _SERVER_MB = 3.0, 600  # the requirement if all weights are trained
 _WORKER_TIMES, _WORKER_MB = 1.25, 800
 
@@ -28,7 +28,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
     """Return one row per run: peak MB by process, seconds of a round, and the part outside training.
 
     Raises:
-        ConfigError: no launcher, or a run that did not complete.
+        ConfigError: there is no launcher, or a run did not complete.
     """
     if options.launch is None:
         raise ConfigError("core/memory: expected a launcher, found none; run it as `fedveil bench core/memory`")

@@ -1,9 +1,9 @@
-"""A round that trains nothing: FedVeil compared with stock Flower for the same payload, alternately, by sites.
+"""Measure a no-op round: FedVeil and stock Flower alternate with the same payload, for several numbers of sites.
 
-The figures are its seconds, and the CPU seconds of one site's processes by program. The worker is reported separately:
-its CPU time is the work itself, that of the others is the cost of a message. Stock Flower runs a federation with its
-own programs and waits, and its CPU figure is the mean of all rounds. All other figures leave out the first round of
-each, which waits for the sites.
+The figures are the round's seconds, and the CPU seconds of one site's processes, by program. The worker is reported
+separately: its CPU time is the work itself, while the other programs' CPU time is the cost of a message. Stock Flower
+runs with its own programs and waiting times, and its CPU figure is the mean over all rounds. All other figures exclude
+each run's first round, which waits for the sites.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from fedveil_bench.process_monitor.no_op import NoOp, NoOpRun, held_to, with_med
 from fedveil_bench.process_monitor.usage import classify_program
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
-_SITE = "site-0"  # its processes are watched
+_SITE = "site-0"  # the site whose processes are watched
+
+
 _WORKER = "worker"
 
 
 @dataclass(frozen=True)
 class PairedRound:
-    """FedVeil's and stock Flower's measurements with the same number of sites.
+    """FedVeil's and stock Flower's measurements for the same number of sites.
 
     Attributes:
-        ours, stock: their rounds.
+        ours, stock: the rounds of each system.
         upload_bytes: size of our last message.
-        beyond: bytes of our largest message beyond its payload.
+        beyond: bytes in our largest message in addition to its payload.
     """
 
     ours: NoOpRun
@@ -42,10 +44,10 @@ class PairedRound:
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Measure two rows for each number of sites: seconds a round, and the CPU seconds of one site.
+    """Measure two rows for each number of sites: seconds per round, and the CPU seconds of one site.
 
     Raises:
-        ConfigError: no launcher, or a run that did not complete.
+        ConfigError: there is no launcher, or a run did not complete.
     """
     if options.launch is None:
         raise ConfigError("core/round: expected a launcher, found none; run it as `fedveil bench core/round`")
@@ -85,8 +87,8 @@ def build_outcome(
 
     Args:
         pairs: measurements by number of sites.
-        asked_seconds: the most that a round should take, by number of sites; other numbers get no verdict.
-        asked_cpu: the most CPU seconds a round for a site's processes other than the worker.
+        asked_seconds: maximum seconds per round, by number of sites; other numbers of sites get no verdict.
+        asked_cpu: maximum CPU seconds per round for a site's processes other than the worker.
     """
     rows, said = [], []
     for sites, pair in pairs.items():

@@ -1,11 +1,11 @@
-"""Measure the time and memory of preparing a site's rows, by the number of rows: the first time, and later.
+"""Measure the time and memory of preparing a site's rows, by number of rows: the first time, and later times.
 
-Each case is a separate process, like a worker. Its clock starts after the libraries and the model are loaded and some
-rows were prepared, and stops when the first batch can be made; "peak_mb" is resident memory beyond that at the start,
-including mapped files. "row by row" repeats the method of FedVeil 0.1: every line a Python object, one call of the
-tokenizer for each text, every row a list. It is omitted above `settings.row_by_row` rows.
+Each case is a separate process, like a worker. The clock starts once the libraries and the model are loaded and a few
+rows have been prepared, and stops when the first batch can be built; "peak_mb" is the growth of resident memory since
+then, including mapped files. "row by row" works like FedVeil 0.1: every line becomes a Python object, the tokenizer is
+called once per text, and every row is a list. It is omitted above `settings.row_by_row` rows.
 
-The rows are those of the E2E data, repeated with another name in source and target of each copy.
+The rows are the E2E data, repeated with a different name in the source and target of each copy.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _ASKED = {"rows": 300_000, "first": 12.0, "later": 1.0, "peak_mb": 150.0}
 _WARM_UP = 50
-_EVERY = 0.02  # seconds between two readings of the memory
+_EVERY = 0.02  # seconds between two memory readings
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """Return the repeated rows."""
+    """Return the requirement for the rows to repeat."""
     return [data.DataRequirement(settings["data"], ("train",), (".jsonl",))]
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return a row for each number of rows and method."""
+    """Return one result row per row count and preparation method."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for count in settings["rows"]:
@@ -116,7 +116,7 @@ def _prepared(task: Any, folder: Path, way: str) -> Any:
 
 
 class _Peak:
-    """The maximum resident memory, as measured by a thread."""
+    """The maximum resident memory, measured by a thread."""
 
     def __init__(self) -> None:
         self._process, self._end = psutil.Process(), threading.Event()

@@ -1,11 +1,11 @@
-"""Seconds and memory by the number of sites: in process, through the ServerApp's strategy, and a simulated arrival.
+"""Measure seconds and memory by number of sites: in process, with the ServerApp's strategy, and in a simulation.
 
-Each case of the first two runs in a separate process (many_sites.py), so that peak memory is measured per case. The
-third (arrivals.py) simulates events with the server's costs that the second has just measured, and with the costs of a
-SuperLink that carries stock Flower's messages of that size on this machine. a in seconds ~ N^a is the slope of the
-logarithms over all sizes; a constant part, which matters at small N, lowers it.
+Each case of the first two kinds runs in a separate process (many_sites.py), so that peak memory is measured per case.
+The simulation (arrivals.py) uses the server costs that the second kind has just measured, and the costs of a SuperLink
+that carries stock Flower messages of the same size on this machine. The exponent a in seconds ~ N^a is the slope of the
+logarithms over all sizes; a constant part, which matters at small N, lowers the exponent.
 
-It runs in pieces: cases in the file of pieces are not run again. Each row names its commit.
+The benchmark runs in pieces: cases in the pieces file are not run again. Each row names its commit.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from fedveil_bench.core.arrivals import ArrivalCosts, simulate_round
 from fedveil_bench.process_monitor.usage import classify_program, read_command_line
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
-_FIRST_STEADY = 1  # in round 0 all sites are new
-_LEAST_MB = 1.0  # smaller growth counts as none: the kernel counts pages, and Python rounds up
+_FIRST_STEADY = 1  # in round 0, all sites are new
+_LEAST_MB = 1.0  # less growth counts as none: the kernel counts pages, and Python rounds up
 _ARRIVALS = "arrivals"
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return a row for each mode, method and N, and a row with the exponents of each mode and method.
+    """Return a row for each mode, method and N, and a row with the exponents for each mode and method.
 
     Raises:
-        ConfigError: no launcher, or a case that failed.
+        ConfigError: there is no launcher, or a case failed.
     """
     if options.launch is None:
         raise ConfigError("core/scale: expected a launcher, found none; run it as `fedveil bench core/scale`")
@@ -66,7 +66,7 @@ def _name(way: str, case: Mapping[str, Any], sites: int, settings: Mapping[str, 
 def _row(way: str, case: Mapping[str, Any], sites: int, settings: Mapping[str, Any]) -> dict[str, Any]:
     megabytes, rounds = settings["megabytes"] if way == "strategy" else 0, settings["rounds"]
     command = [sys.executable, "-m", "fedveil_bench.core.many_sites", way, case["method"], case.get("fields", "")]
-    # Large blocks go back to the system when they are freed, as in the ServerApp's own process.
+    # Large blocks are returned to the system when they are freed, as in the ServerApp's own process.
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1048576"}
     done = subprocess.run(
         [*command, str(sites), str(rounds), str(megabytes)], capture_output=True, text=True, check=False, env=env
@@ -87,7 +87,7 @@ def _row(way: str, case: Mapping[str, Any], sites: int, settings: Mapping[str, A
 
 
 def _superlink_seconds(settings: Mapping[str, Any], options: BenchOptions) -> float:
-    """Return a SuperLink's CPU seconds for one message of that size, each way: with it minus without it."""
+    """Return a SuperLink's CPU seconds for one message of this size, each way: runs with it minus runs without it."""
     asked = settings["relay"]
     launch, sites, rounds = options.launch, asked["sites"], asked["rounds"]
     assert launch is not None
@@ -175,7 +175,7 @@ def _said(row: Mapping[str, Any]) -> str:
 
 
 def _figure(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
-    """Draw seconds and memory by N on logarithmic axes, a line per way and method."""
+    """Plot seconds and memory by N on logarithmic axes, with one line per mode and method."""
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=(15, 4.5), layout="constrained")

@@ -1,7 +1,7 @@
-"""Measure what signatures cost a round that trains nothing: the same federation with and without them, in turn.
+"""Measure the cost of signatures in a no-op round: the same federation, alternately with and without them.
 
-Both variants have a guard at each site, so that only the signatures differ. The first round of each run is left out: it
-waits for the sites.
+Both variants have a guard at each site, so that they differ only in the signatures. The first round of each run is
+excluded, because it waits for the sites.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ RATIO = "signed / unsigned"
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return a row for each variant, seconds and CPU seconds of all processes per round, and a row of their ratios.
+    """Return a row per variant, with the seconds and all processes' CPU seconds per round, and a row with the ratios.
 
     Raises:
-        ConfigError: no launcher, or a run that did not complete.
+        ConfigError: there is no launcher, or a run did not complete.
     """
     if options.launch is None:
         raise ConfigError("core/signatures: expected a launcher, found none; run it as `fedveil bench core/signatures`")
     runs: dict[str, list[NoOpRun]] = {name: [] for name in WAYS}
     for repeat in range(settings["repeats"]):
-        for name in sorted(WAYS, reverse=bool(repeat % 2)):  # neither way always runs first
+        for name in sorted(WAYS, reverse=bool(repeat % 2)):  # so that the variants take turns running first
             runs[name].append(_run(settings, options, signed=WAYS[name]))
             options.say(f"{name}: {[round(s, 2) for s in runs[name][-1].seconds]} s")
     return build_outcome(runs, float(settings["asked_ratio"]))
@@ -51,9 +51,9 @@ def _run(settings: dict[str, Any], options: BenchOptions, signed: bool) -> NoOpR
 
 
 def build_outcome(runs: Mapping[str, Sequence[NoOpRun]], asked: float) -> BenchOutcome:
-    """Return rows and verdicts. `asked`: the most that a signed round may take, as a multiple of an unsigned one.
+    """Return rows and verdicts. `asked`: the maximum time for a signed round, as a multiple of an unsigned round.
 
-    Only the ratios of two runs that followed each other are judged: seconds alone depend on what else the machine did.
+    Only ratios between consecutive runs are judged, because seconds alone depend on what else the machine was doing.
     """
     rows = []
     for name, repeats in runs.items():
@@ -79,6 +79,6 @@ def build_outcome(runs: Mapping[str, Sequence[NoOpRun]], asked: float) -> BenchO
 
 
 def _divide_medians(runs: Mapping[str, Sequence[NoOpRun]], values: Callable[[NoOpRun], Sequence[float]]) -> list[float]:
-    """Divide each signed run's median by that of the unsigned run beside it."""
+    """Divide each signed run's median by the median of the unsigned run in the same pair."""
     pairs = zip(runs["signed"], runs["unsigned"], strict=True)
     return [statistics.median(values(signed)) / statistics.median(values(unsigned)) for signed, unsigned in pairs]

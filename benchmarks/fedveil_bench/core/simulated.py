@@ -1,7 +1,7 @@
-"""The app on Flower's simulation engine, by the number of its nodes: seconds of a round, and memory of all processes.
+"""Measure the app on Flower's simulation engine, by number of nodes: seconds per round, and all processes' memory.
 
-Memory is PSS: the engine's processes share pages, which a sum of RSS would count once for each of them. It runs in
-pieces: numbers of nodes in the file of pieces are not run again.
+Memory is PSS: the engine's processes share pages, which a sum of RSS would count once per process. The benchmark runs
+in pieces: numbers of nodes in the pieces file are not run again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
     """Return one row for each number of nodes, and the exponents.
 
     Raises:
-        ConfigError: no simulation engine available, or a run that did not complete.
+        ConfigError: there is no simulation engine, or a run did not complete.
     """
     if options.simulation is None:
         raise ConfigError("core/simulation: expected an engine, found none; run it as `fedveil bench core/simulation`")

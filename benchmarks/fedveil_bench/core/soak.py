@@ -1,9 +1,9 @@
-"""Many rounds over gRPC: memory, open files and threads of every process, and bytes on disk, after each round.
+"""Soak test: many rounds over gRPC, measuring every process's memory, open files and threads, and disk use.
 
-Long-lived processes are identified by owner, kind and id; a client process lives for only one round, so only the
-number alive at one time is counted. Slopes exclude the first rounds, in which caches fill. A leak continues, so
-only a value that also grows in the second half of the rounds is reported as growing. A Ctrl-C ends the run, and the
-rounds so far count.
+Measurements are taken after each round. Long-lived processes are identified by owner, kind and ID; a client process
+lives for only one round, so only the number alive at one time is counted. Slopes exclude the first rounds, in which
+caches fill. A leak never stops, so a value is reported as growing only if it also grows in the second half of the
+rounds. Ctrl-C ends the run, and the rounds completed so far are used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedveil_bench.process_monitor.usage import HeldResources, classify_program,
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _SUPERLINK = "superlink"
-# For memory the slope is of RSS: PSS divides shared pages by what else the machine runs.
+# The memory slope uses RSS, because PSS also depends on which other processes on the machine share the pages.
 _A_ROUND = {"rss_mb": ("RSS KB a round", 1000.0), "files": ("files a round", 1.0), "threads": ("threads a round", 1.0)}
 _LATER = ", second half"
 _SAY_EVERY = 10
@@ -37,9 +37,9 @@ class ProcessSamples:
     """The measurements after each round.
 
     Attributes:
-        held: measurements by process ("site-0 worker 4711"), for each round in which it lived.
+        held: measurements by process ("site-0 worker 4711"), for each round in which it was alive.
         alive: number of processes.
-        disk: bytes of the run folder, and of the federation's folder (logs, keys, private state).
+        disk: bytes in the run folder, and in the federation's folder (logs, keys, private state).
     """
 
     held: dict[str, list[HeldResources]] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class ProcessSamples:
         for owner in (_SUPERLINK, *federation.sites):
             for process in federation.processes.alive(owner):
                 alive += 1
-                with suppress(psutil.Error):  # it may end meanwhile
+                with suppress(psutil.Error):  # the process may have ended in the meantime
                     name = f"{owner} {classify_program(read_command_line(process))} {process.pid}"
                     self.held.setdefault(name, []).append(HeldResources.of(process))
         self.alive.append(alive)
@@ -60,7 +60,7 @@ class ProcessSamples:
             self.disk.setdefault(name, []).append(_bytes_in(folder))
 
     def stayed(self, from_round: int) -> dict[str, list[HeldResources]]:
-        """Return processes that lived through all rounds from that one on, without their ids if the name is unique."""
+        """Return the processes that lived from `from_round` to the end, without IDs in their names if still unique."""
         rounds = len(self.alive)
         found = {name: held[from_round - rounds :] for name, held in self.held.items() if len(held) == rounds}
         short = [name.rpartition(" ")[0] for name in found]
@@ -68,10 +68,10 @@ class ProcessSamples:
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return one row per process, one for all together and one per folder: its size and the slope per round.
+    """Return one row per process, one for all processes and one per folder: size and slope per round.
 
     Raises:
-        ConfigError: no launcher, a run that failed, or one stopped before a slope was measurable.
+        ConfigError: there is no launcher, or the run failed or was stopped before a slope could be measured.
     """
     if options.launch is None:
         raise ConfigError("core/soak: expected a launcher, found none; run it as `fedveil bench core/soak`")
@@ -157,7 +157,7 @@ def _verdicts(samples: ProcessSamples, rows: Sequence[Mapping[str, Any]], out: i
 
 
 def _curves(samples: ProcessSamples) -> bytes:
-    """Draw memory and open files by round, a line per process."""
+    """Plot memory and open files by round, with one line per process."""
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=(11, 4), layout="constrained")
@@ -176,6 +176,6 @@ def _curves(samples: ProcessSamples) -> bytes:
 def _bytes_in(folder: Path) -> int:
     total = 0
     for file in folder.rglob("*"):
-        with suppress(OSError):  # it may go meanwhile
+        with suppress(OSError):  # the file may disappear in the meantime
             total += file.stat().st_size if file.is_file() else 0
     return total

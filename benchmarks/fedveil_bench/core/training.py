@@ -1,13 +1,14 @@
-"""Tokens per second of local LoRA training, compared with a bare PyTorch loop over the same rows.
+"""Measure tokens per second in local LoRA training, compared with a bare PyTorch loop over the same rows.
 
-The bare loop is plain transformers and peft, without any of FedVeil's training code: its batches are on the
-device before the clock starts, and it waits for the device once, at its end. Both have the same model, adapter,
-precision and rows in each batch; their repeats alternate in one process, and the starting side alternates too. A first
-repeat of each is not counted, and all have the same batches: on a GPU the first use of a length waits for its kernel
-plans. On a GPU one more repeat of each is profiled; its values count for nothing else.
+The bare loop is plain transformers and peft, without any FedVeil training code: its batches are on the device before
+the clock starts, and it waits for the device once, at the end. Both sides have the same model, adapter, precision and
+rows in each batch; their repeats alternate in one process, and the sides take turns going first. The first repeat of
+each side is not counted, and all repeats use the same batches, because the first use of a length on a GPU waits for its
+kernel plans. On a GPU, one more repeat of each side is profiled; its values are not used for anything else.
 
-"tokens" are those of the rows, without padding. "seconds_around" is the time of a training outside its steps: loading
-and returning weights, and the loss of the received weights. "working_mb" is the GPU's peak beyond its initial memory.
+"tokens" counts the rows' tokens, without padding. "seconds_around" is the training time outside the steps: loading and
+returning weights, and the loss of the received weights. "working_mb" is the GPU's peak memory beyond its initial
+memory.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class _Measured:
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return a row for each variant, FedVeil's next to the bare loop's. `options.device` determines device and size."""
+    """Return a row per variant, with FedVeil's and the bare loop's figures. `options.device` sets device and size."""
     device = loading.pick_device(options.device)
     is_cuda = device.type == "cuda"
     if not is_cuda:
@@ -137,7 +138,7 @@ def _precision(device: torch.device) -> str:
 
 
 def _rows(settings: Mapping[str, Any]) -> list[TokenExample]:
-    """Return random tokens; lengths spread like sentences', two fifths of the longest in the middle; targets 2/3."""
+    """Return random tokens with sentence-like lengths (median: two fifths of the longest); two thirds are targets."""
     draw = random.Random(_SEED)
     rows = []
     for _ in range(settings["batch"] * settings["batches"]):
@@ -147,7 +148,7 @@ def _rows(settings: Mapping[str, Any]) -> list[TokenExample]:
 
 
 def _save_model(folder: Path, settings: Mapping[str, Any], device: torch.device) -> None:
-    """A GPT-2 with random weights; its tokenizer is the tiny base's, whose ids are below any vocabulary here."""
+    """Save a GPT-2 with random weights and the tiny base's tokenizer, whose IDs fit into every vocabulary used here."""
     with quiet_libraries(), torch.random.fork_rng(devices=[]):
         from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -169,7 +170,7 @@ def _save_model(folder: Path, settings: Mapping[str, Any], device: torch.device)
 
 @dataclass(frozen=True)
 class _Setup:
-    """The setup of both sides: a saved model, rows, the preset's settings and a variant's keys of the run config."""
+    """The setup for both sides: a saved model, rows, the preset's settings and a variant's run config keys."""
 
     folder: str
     rows: list[TokenExample]
@@ -214,20 +215,20 @@ class _Bare:
             of.keys.get("train.bucketing", False),
         )
         with quiet_libraries(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # peft asks the model under an older name
+            warnings.simplefilter("ignore", FutureWarning)  # peft uses an older name in the model
             from peft import LoraConfig, get_peft_model
             from transformers import AutoModelForCausalLM
 
             dtype = torch.bfloat16 if of.device.type == "cuda" else torch.float32
             model = AutoModelForCausalLM.from_pretrained(of.folder, dtype=dtype, trust_remote_code=False)
-            model.loss_type = "ForCausalLM"  # its default, which it otherwise logs
+            model.loss_type = "ForCausalLM"  # the default; if it is not set, the model logs a message
             if of.keys.get("train.gradient-checkpointing", False):
                 # Renamed in transformers 5.23; older versions use the older name.
                 enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
                 enable({"use_reentrant": False})
             lora = LoraConfig(r=of.settings["rank"], lora_alpha=16, target_modules="all-linear", fan_in_fan_out=True)
             model = get_peft_model(model, lora).to(of.device)
-        # Without dropout the two modes compute the same; only recomputation needs the other one.
+        # Without dropout, training and eval mode give the same result; only recomputation needs training mode.
         model.train(of.keys.get("train.gradient-checkpointing", False))
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self.parameters = sum(p.numel() for p in self._trained)
@@ -256,11 +257,9 @@ class _Bare:
         return _Measured(tokens / seconds, tokens)
 
     def _steps(self) -> list[tuple[list[dict[str, torch.Tensor]], torch.Tensor]]:
-        """Return an epoch on the device: the batches of each step, and their number of target tokens."""
+        """Return an epoch on the device: each step's batches and their number of target tokens."""
         generator = rng.initial_stream(_SEED, "batches").torch_generator()
-        drawn = batches.epoch_order(
-            self._rows, self._batch, generator, self._by_length
-        )  # ours too: the padding is the same
+        drawn = batches.epoch_order(self._rows, self._batch, generator, self._by_length)  # same padding as in FedVeil
         rows = [self._rows[i] for i in drawn]
         cut = [rows[i : i + self._batch] for i in range(0, len(rows), self._batch)]
         steps = []
@@ -291,7 +290,7 @@ class _Bare:
 
 
 def _profile(side: _Ours | _Bare) -> dict[str, Any]:
-    """Run one more repeat under torch's profiler; return GPU compute seconds, kernels, and the longest of them."""
+    """Run one more repeat under torch's profiler; return GPU compute seconds, kernels, and the longest kernels."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         started = time.perf_counter()

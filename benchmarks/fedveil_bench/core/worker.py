@@ -1,8 +1,8 @@
-"""Measure the warm worker's savings and costs in rounds that train nothing: with it, without it, and stock Flower's.
+"""Measure what the warm worker saves and costs in no-op rounds, compared with no worker and with stock Flower.
 
-Small messages: CPU seconds of a site and wall time per round. A large base: seconds of loading. A large message: number
-of copies in the client process and the worker together. All FedVeil cases use one federation, all of stock Flower
-another one, with its own programs and waits; the first round of each is excluded.
+Small messages: CPU seconds of a site and wall-clock time per round. A large base: loading time. A large message: number
+of copies in the client process and the worker together. All FedVeil cases share one federation; the stock Flower cases
+share another federation, with its own programs and waiting times. Each run's first round is excluded.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fedveil_bench.process_monitor.no_op import NoOp, NoOpRun, read_rounds, with
 from fedveil_bench.process_monitor.usage import classify_program
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
-_SITE = "site-0"  # its memory is watched
+_SITE = "site-0"  # the site whose memory is watched
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return the rows: small messages in three modes, the large base, and the large message in two modes.
+    """Return rows for small messages in three modes, the large base, and the large message in two modes.
 
     Raises:
-        ConfigError: no launcher, or a run that did not complete.
+        ConfigError: there is no launcher, or a run did not complete.
     """
     if options.launch is None:
         raise ConfigError("core/worker: expected a launcher, found none; run it as `fedveil bench core/worker`")
@@ -111,11 +111,13 @@ def _median_peak(way: NoOpRun) -> float:
 
 
 def _copies(way: NoOpRun, shim_mb: float, turns: Sequence[dict[str, Any]] = ()) -> dict[str, float]:
-    """Return how often client process and worker together held the payload at one time, at most: what they had beyond a
-    client process with a small message and a worker between two turns. From the second turn on, when it has its model.
+    """Return the maximum number of payload copies that the client process and the worker held together at one time.
 
-    Apart for "turn", what FedVeil does in the worker, and "flower", its client process's pulling, inflating and
-    pushing.
+    Computed from their memory in excess of a client process with a small message and a worker between two client
+    rounds, starting with the second client round, when the worker has its model.
+
+    Separately for "turn", FedVeil's work in the worker, and "flower", in which the client process pulls, inflates and
+    pushes messages.
     """
     timeline = way.usage.timeline
     first = next(i for i, (_, mb) in enumerate(timeline) if mb.get(_SHIM))

@@ -1,1 +1,1 @@
-"""The figures of `fedveil demo` over many seeds."""
+"""The figures from `fedveil demo` over many seeds."""

@@ -1,17 +1,17 @@
-"""Measure how the demo's figures and claims vary over seeds: members, first weights, batches, masks and noise.
+"""Measure how the demo's figures and claims vary over seeds: members, initial weights, batches, masks and noise.
 
-A row is an arm. Its metrics over seeds have a 95 % interval of the mean, and each seed's value:
+Each row is an arm. Each metric has a 95% interval for the mean over seeds, and every seed's value:
 
-| metric | is |
+| metric | meaning |
 |---|---|
-| worst | times in 100 that the attack orders a pair correctly, at the worst site |
-| mean | the same, mean over the sites |
-| less wrong | the mean minus that of the same examples on another site's upload |
-| loss | the server's model on test examples |
+| worst | how many of 100 pairs the attack orders correctly at the worst site |
+| mean | the same number, averaged over the sites |
+| less wrong | the mean minus the result for the same examples on another site's upload |
+| loss | loss of the server's model on test examples |
 | MB | sent by all sites |
 
-A verdict is a claim that the demo's page may print, with the number of seeds on which it held. The arm "again" is the
-plain run with other batches only: what the test calls different there is a false alarm.
+Each verdict is a claim that the demo's page may print, with the number of seeds for which it held. The arm "again" is
+the plain run with only the batches changed: any difference that the test reports there is a false alarm.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def measure_arm(run: TradeoffRun) -> dict[str, float | None]:
 
 
 def check_claims(runs: Sequence[TradeoffRun]) -> dict[str, bool]:
-    """Return for each claim of the demo's sentence whether these runs support it, and for the test's false alarm."""
+    """Return, for each claim in the demo's sentence and for a false alarm of the test, whether these runs show it."""
     by_name = {run.name: run for run in runs}
     less = decide_differences([run for run in runs if run.name != AGAIN])
     claims = {f"{name} reveals less than {other}": held for (name, other), held in less.items()}

@@ -1,1 +1,1 @@
-"""The device memory that training uses."""
+"""Presets for the device memory that training uses."""

@@ -1,9 +1,10 @@
-"""Compare the memory that `fedveil doctor` plans for a training with the memory that the training used.
+"""Compare the memory that `fedveil doctor` plans for training with the memory that training actually used.
 
-Each row is a client round on examples of exactly task.max-tokens, all of them targets, so the plan is not only a bound.
-"compared" is the planned quantity: on a GPU the peak of torch's tensors ("in use") and the process's other memory there
-("CUDA": the context and its libraries' own, for which the plan assumes a size), on a CPU the kernel's peak (VmHWM) with
-all of Python. "measured" also includes memory that the GPU's allocator left unused between blocks.
+Each row is a client round on examples of exactly task.max-tokens tokens, all of them targets, so that the plan should
+be exact and not just a bound. "compared" is the planned quantity. On a GPU, it is the peak of torch's tensors ("in
+use") plus the process's other GPU memory ("CUDA": the context and the libraries' own memory, for which the plan assumes
+a size); on a CPU, it is the kernel's peak (VmHWM), including all of Python. "measured" also includes the unused memory
+in the GPU allocator's blocks.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ _SEED = 20261126
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return a row for each training: MB planned and measured, their ratio, tokens per second, and parts on a GPU."""
+    """Return a row per training run: planned and measured MB, their ratio, tokens per second, and parts on a GPU."""
     device = loading.pick_device(options.device)
     if device.type != "cuda":
         settings = settings | settings["cpu"]
     rows, verdicts = [], []
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as scratch:
-        # In another process, so that this one's memory is not counted.
+        # A separate process, so that this process's memory is not counted.
         with context.Pool(1) as pool:
             pool.apply(_save, (scratch, settings["kind"], settings["shape"], str(device)))
         for name, found in _each(context, scratch, settings, device):
@@ -58,7 +59,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 def _each(
     context: Any, folder: str, settings: Mapping[str, Any], device: torch.device
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Run each round in its own process on a CPU; on a GPU, whose allocator resets its count, use one process."""
+    """Run each round in its own process on a CPU; on a GPU, whose allocator's count can be reset, use one process."""
     pool = context.Pool(1, maxtasksperchild=None if device.type == "cuda" else 1)
     with pool:
         for name, keys in settings["runs"].items():
@@ -79,7 +80,7 @@ def _save(folder: str, kind: str, shape: Mapping[str, Any], device: str) -> None
 
 
 def choose_adapter(keys: Mapping[str, Any]) -> tuple[Adapter, dict[str, Any]]:
-    """Return the adapter that a row of the preset trains, and its keys of the run config."""
+    """Return the adapter that a row of the preset trains, and the row's run config keys."""
     adapter: Adapter = AllWeightsAdapter() if keys.get("adapter") == "all" else LoraAdapter()
     return adapter, {key: value for key, value in keys.items() if key != "adapter"}
 

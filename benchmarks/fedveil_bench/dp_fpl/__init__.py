@@ -1,1 +1,1 @@
-"""Presets of DP-FPL."""
+"""Presets for DP-FPL."""

@@ -1,22 +1,22 @@
-"""Accuracy on a site's own and on its neighbors' classes, with the actual privacy cost of each row (DP-FPL's tables).
+"""Accuracy on a site's own classes and on its neighbors', with each row's actual privacy cost (DP-FPL's tables).
 
-A seed partitions the training pictures over the sites; every row runs the same federation in process from the same
-shared prompt. Features of all pictures are computed once. Rows of a result:
+A seed partitions the training images over the sites; every row runs the same in-process federation from the same
+shared prompt. All images' features are computed once. Rows in a result:
 
 | row | model |
 |---|---|
-| zero-shot | the unchanged CLIP, with "a photo of a" before the names: nothing was learned |
-| <row> | each site's own final model, the mean over sites |
-| <row>, noise only | the same run with all gradients set to zero: the effect of only the noise |
+| zero-shot | the unchanged CLIP model, with "a photo of a" before the names: no training |
+| <row> | each site's own final model; the mean over sites |
+| <row>, noise only | the same run with all gradients set to zero: the effect of the noise alone |
 
 | metric | meaning |
 |---|---|
-| local, neighbour | percentage of the test pictures of a site's own classes, and of all others'; all classes compete |
-| nominal epsilon | the one that sets the noise |
-| epsilon, <relation> | the accountant's, for the most charged record of any site; infinite for a row without it |
+| local, neighbour | percentage correct on a site's own classes, and on all others; all classes compete |
+| nominal epsilon | the epsilon that sets the noise |
+| epsilon, <relation> | the accountant's epsilon for the most-charged record at any site; infinite without a guarantee |
 
-Accuracies have 95 % intervals over test pictures, paired between rows and averaged over seeds, see `resampling`. Noise
-and private batches are the operating system's, so a second run differs.
+Accuracies have 95% intervals over test images, paired between rows and averaged over seeds (see `resampling`). Noise
+and private batches come from the operating system, so a second run differs.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from fedveil_bench.dp_fpl import federated_prompts
 from fedveil_bench.dp_fpl.federated_prompts import PromptSites
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
-_TEST = 8  # name of the random draws
+_TEST = 8  # names the random draws
 ZERO = "zero-shot"
 SIDES = ("local", "neighbour")
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return every row of the preset, one run for each seed."""
+    """Return all rows of the preset, with one run per seed."""
     answers: list[dict[str, Any]] = seeds.run_seeds(__name__, settings, options)
     figures: dict[str, dict[str, ResampledMetric]] = {}
     rows = []
@@ -77,7 +77,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 def list_verdicts(figures: Mapping[str, Mapping[str, ResampledMetric]], settings: Mapping[str, Any]) -> list[str]:
-    """Return sentences on what every row learned beyond its controls, and on the preset's claims."""
+    """Return sentences about what each row learned beyond its controls, and about the preset's claims."""
     found: list[tuple[str, ClaimSentence]] = []
     for name in settings["rows"]:
         for control in (ZERO, federated_prompts.name_noise_control(name)):
@@ -135,13 +135,13 @@ def _scored(right: Sequence[Numbers], sites: PromptSites) -> dict[str, Any]:
 def compute_accuracy(
     right: Sequence[Numbers], labels: Sequence[int], classes: Sequence[Collection[int]], local: bool
 ) -> ResampledMetric:
-    """Return the percentage of correct test rows of each site's own or of the other classes; the mean over sites.
+    """Return the percentage of correct test rows in each site's own classes, or in the others; the mean over sites.
 
     Args:
-        right: an array of shape (rows,) per site, 1 where its model predicts the row's class, else 0.
-        labels: (rows,) classes of the rows.
-        classes: classes of each site.
-        local: whether to count rows of the own classes, or of the others.
+        right: one array of shape (rows,) per site: 1 if its model predicts the row's class, otherwise 0.
+        labels: (rows,) the rows' classes.
+        classes: each site's classes.
+        local: whether to count rows in the site's own classes, rather than in the others.
     """
     drawn = resampling.draw_counts(len(labels), _TEST)
     values, replicates, seen = [], [], 0

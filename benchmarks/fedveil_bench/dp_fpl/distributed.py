@@ -1,30 +1,30 @@
-"""Compare noise at every site with noise in the sum of all sites, at one epsilon and several numbers of sites.
+"""Compare noise at every site with noise in the sum of all sites, at equal epsilon, for several numbers of sites.
 
-A seed draws `rows_a_site` training pictures for each site of the largest federation; a smaller one uses the same total.
-A round is one step on all of a site's rows, so that sampling does not affect the comparison. Only the shared prompt is
-scored, because only it gains. Its score is that of the mean over the last `averaged` rounds: from one round to the next
-the prompt moves by more than rows of the table differ, and a mean of published values costs no epsilon. Rows of a
-result:
+A seed draws `rows_a_site` training images for each site in the largest federation; a smaller federation has the same
+total. A round is one step on all of a site's rows, so that sampling does not affect the comparison. Only the shared
+prompt is scored, because only this prompt benefits. The score is for its mean over the last `averaged` rounds: from one
+round to the next, the prompt moves by more than the rows of the table differ, and averaging published values costs no
+epsilon. Rows in a result:
 
 | row | model |
 |---|---|
-| zero-shot | the unchanged CLIP, with "a photo of a" before the names: nothing was learned |
-| one class | the sites' most frequent class, for every picture |
+| zero-shot | the unchanged CLIP model, with "a photo of a" before the names: no training |
+| one class | the sites' most frequent class, for every image |
 | N sites, start | the shared prompt before the first round |
-| N sites, no noise | rows' gradients are clipped as in the others |
-| N sites, at the site | every site adds all of the noise |
-| N sites, in the sum | each of N sites adds a share; the guarantee assumes two thirds of them, rounded up |
-| ..., noise only | the same run with every row's gradient set to zero |
+| N sites, no noise | no noise, but gradients are clipped as in the other rows |
+| N sites, at the site | every site adds the full noise |
+| N sites, in the sum | each of N sites adds a share; the guarantee counts on two thirds of them, rounded up |
+| ..., noise only | the same run with every example's gradient set to zero |
 
 | metric | meaning |
 |---|---|
-| right | percentage of the test pictures, all classes |
+| right | percentage correct on the test images, all classes |
 | z | standard deviation of the noise on the sum, divided by the clipping bound |
 | noise on the mean | norm of the noise on the mean, divided by the clipping bound of one row's share of a site's mean |
 | epsilon, epsilon against all | by the accountant: as claimed; against the server and all other sites together |
 
-Accuracies have 95 % intervals over test pictures, paired between rows and averaged over seeds, see `resampling`. They
-do not cover the random draws of the noise, one per seed. If the row without noise is not above its controls, private
+Accuracies have 95% intervals over test images, paired between rows and averaged over seeds (see `resampling`). They
+do not cover the random noise, which is drawn once per seed. If the row without noise is not above its controls, private
 rows are not compared.
 """
 
@@ -67,7 +67,7 @@ _DRAW = "rows"
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return the rows for every number of sites, one run for each seed."""
+    """Return the rows for every number of sites, with one run per seed."""
     answers: list[dict[str, Any]] = seeds.run_seeds(__name__, settings, options)
     figures, rows = noise_tables.rows_of(answers, "right")
     config = settings["config"]
@@ -80,7 +80,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 def list_verdicts(figures: Mapping[str, ResampledMetric], sites: Sequence[int]) -> list[str]:
-    """Judge whether each row is above its controls, and the noise in the sum above that at the site."""
+    """Judge whether each row is above its controls, and whether noise in the sum is better than noise at the site."""
     found: list[tuple[str, ClaimSentence]] = []
     for count in sites:
         pairs = [(CLEAR, None), *((where, federated_prompts.name_noise_control(where)) for where in (SITE, SUM))]
@@ -132,7 +132,7 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
 
 
 def _federated(sites: PromptSites, settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Run one federation; return the correct predictions of its shared prompt, and its costs."""
+    """Run one federation; return which predictions of its shared prompt are correct, and its costs."""
     where, dark = name.partition(",")[0], name.endswith("noise only")
     count, each = len(sites.rows), len(next(iter(sites.rows.values())))
     flat = {
@@ -173,7 +173,7 @@ def _plain(settings: Mapping[str, Any]) -> DPFPL:
 def _noised(
     settings: Mapping[str, Any], config: RunConfig, plan: SamplingPlan, where: str
 ) -> tuple[Method, dict[str, float]]:
-    """Return the method with the noise for the preset's epsilon, most of it on the parts that stay at the site."""
+    """Return the method with noise for the preset's epsilon, with most noise on the parts that stay at the site."""
     plain, share = _plain(settings), float(settings["local_over_global"])
     if where in (START, CLEAR):
         return replace(plain, noise_local=0.0, noise_global=0.0), {}

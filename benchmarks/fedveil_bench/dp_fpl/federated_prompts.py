@@ -1,8 +1,8 @@
-"""Sites with pictures for the DP-FPL presets: their rows, and a complete federation for one row of a table.
+"""Sites with images for the DP-FPL presets: their rows, and a complete federation for one row of a table.
 
-Caltech-101 or CIFAR-10 without the part that the tiny CLIP has seen, or the user's folder with `train.parquet` and
-`test.parquet` whose columns are `image` and `label` (a ClassLabel). The names of the classes are public. A preset may
-rename classes, and give several the same name.
+The data are Caltech-101 or CIFAR-10, without the part that the tiny CLIP model has seen, or a user's folder with
+`train.parquet` and `test.parquet`, whose columns are `image` and `label` (a ClassLabel). Class names are public. A
+preset may rename classes, and give several classes the same name.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class PromptSites:
     """The data and settings of one seed.
 
     Attributes:
-        settings: settings of the preset.
+        settings: the preset's settings.
         flat: the run config that all rows of the table share.
-        rows: rows of each site.
+        rows: each site's rows.
         classes: the classes of each site's rows.
-        test: rows of all classes.
+        test: test rows from all classes.
         task: the task without a prompt, for the zero-shot model.
     """
 
@@ -73,11 +73,11 @@ class PromptSites:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the sites."""
+        """Return the sites' names."""
         return list(self.rows)
 
     def zero_shot(self) -> Numbers:
-        """Return (test rows,) 1 where the untrained model predicts the row's class, else 0."""
+        """Return (test rows,): 1 if the untrained model predicts the row's class, otherwise 0."""
         labels = torch.tensor([row.label for row in self.test])
         return (self.task.zero_shot_logits(self.test).argmax(-1) == labels).double().numpy()
 
@@ -88,12 +88,12 @@ class FederatedPrompts:
 
     Attributes:
         task: the task with the row's prompt.
-        models: each site's own where the method has one, else the server's; the mean of the row's last rounds.
-        last: the same after only the last round.
-        costs: "nominal epsilon" and the accountant's, by name; infinite where there is none.
-        privacy: the same as text, with delta and relation.
-        upload_bytes: size of all messages.
-        claim, plans: the guarantee with its noise, or None; and the plans of the sites that are asked most often.
+        models: each site's own model if the method has one, otherwise the server's; the mean over the last rounds.
+        last: the same models after the last round, without averaging.
+        costs: "nominal epsilon" and the accountant's epsilon, by name; infinite if there is none.
+        privacy: the privacy costs as text, with delta and relation.
+        upload_bytes: total size of all uploads.
+        claim, plans: the guarantee with its noise, or None; and the sampling plans of the most-charged sites.
     """
 
     task: ClipPrompt
@@ -107,14 +107,14 @@ class FederatedPrompts:
 
 
 def load_sites(settings: Mapping[str, Any], seed: int, options: BenchOptions) -> PromptSites:
-    """Return the sites of a seed, after one pass of each picture through the tower. Raises ConfigError without data."""
+    """Return a seed's sites, with each image passed once through the tower. Raises ConfigError without data."""
     folder = data.find_data_folder(settings["data"])
     flat = {
         "task.name": "clip-prompt", "task.target-column": "label", "task.label-column": "label", **_CUT,
         **settings["config"], "run.seed": seed,
     }  # fmt: skip
     flat = data.with_model(flat)
-    # Patches if a row of the table needs them; all others use only the first point.
+    # Compute patches if any row of the table needs them; the other rows use only the first point.
     transport = any(_form(row) == "transport" for row in settings.get("rows", {}).values())
     widest = f"adapter = {{form = '{'transport' if transport else 'sum'}'}}"
     found = files.read_table(split_files(folder, "train"), ("label",)).features["label"].names
@@ -126,7 +126,7 @@ def load_sites(settings: Mapping[str, Any], seed: int, options: BenchOptions) ->
 
     def examples(split: str) -> list[Example]:
         found = (
-            # Some of the data set's classes, under other names than it declares.
+            # A subset of the data set's classes, renamed.
             replace(e, values={**e.values, "label": names[e.values["label"]]}, class_names=())
             for e in task.examples(folder, split)
         )
@@ -150,12 +150,12 @@ def _form(row: Mapping[str, Any]) -> str:
 
 
 def is_federated(name: str, split: str, row: Mapping[str, Any]) -> bool:
-    """Return whether a site may have this row: the tiny CLIP has not seen it."""
+    """Return whether a site may have this row, because the tiny CLIP model has not seen it."""
     return split != "train" or name not in PUBLIC_DIGITS or not is_public(row["source_path"], name)
 
 
 def prompt_task(sites: PromptSites, chosen: Mapping[str, Any]) -> ClipPrompt:
-    """Return the task of one row of a table."""
+    """Return the task for one row of a table."""
     flat = {**sites.flat, **chosen.get("config", {})}
     flat |= {"method.name": chosen["name"], "method.params": chosen.get("fields", "")}
     return task_of(ClipPrompt, parse(flat), sites.options)
@@ -164,17 +164,17 @@ def prompt_task(sites: PromptSites, chosen: Mapping[str, Any]) -> ClipPrompt:
 def federate_prompts(
     sites: PromptSites, chosen: Mapping[str, Any], rows: Mapping[str, Sequence[EncodedImage]], dark: bool
 ) -> FederatedPrompts:
-    """Run one row of a table on these rows of the sites.
+    """Run one row of a table on the sites' rows.
 
-    The row's `epsilon` is turned into noise, the largest that any site needs. A baseline's is
-    DP-SGD's, on the gradients of all that it trains, clipped together to the row's `dp.clip-norm`.
+    The row's `epsilon` is converted to noise, the largest that any site needs. For a baseline, this is DP-SGD noise on
+    the gradients of everything the baseline trains, clipped together to the row's `dp.clip-norm`.
 
     Args:
-        chosen: the row, as in the preset. With `averaged`, a model is the mean of that many last rounds'.
-        dark: every gradient is zero, so that only noise is left.
+        chosen: the row, as in the preset. With `averaged`, a model is the mean over that many last rounds.
+        dark: whether to set every gradient to zero, so that only noise is left.
 
     Raises:
-        ConfigError: an epsilon for a row without a claim of privacy, or a claim that its method cannot have.
+        ConfigError: the row has an epsilon but no privacy guarantee, or a guarantee that its method cannot give.
     """
     task = prompt_task(sites, chosen)
     config = task.config
@@ -202,14 +202,14 @@ def federate_prompts(
 
 
 def average_models(models: Sequence[Weights]) -> Weights:
-    """Return the mean of models, tensor by tensor."""
+    """Return the mean of several models, tensor by tensor."""
     return {name: torch.stack([model[name] for model in models]).mean(0) for name in models[0]}
 
 
 def _plans(config: RunConfig, rows: Mapping[str, Sequence[EncodedImage]], method: Method) -> list[SamplingPlan]:
-    """Return the plans of the sites with the highest charge; none where neither the method nor `dp.*` makes a claim.
+    """Return the sampling plans of the most-charged sites; none if neither the method nor `dp.*` gives a guarantee.
 
-    A site costs no more than one with at least as many steps and no more rows.
+    A site is charged no more than another site with at least as many steps and no more rows.
     """
     if (claim := guarantee_of(method, config)) is None:
         return []
@@ -227,9 +227,9 @@ def _plans(config: RunConfig, rows: Mapping[str, Sequence[EncodedImage]], method
 def _with_noise(
     method: Method, config: RunConfig, wished: float | None, plans: Sequence[SamplingPlan]
 ) -> tuple[Method, RunConfig]:
-    """Return the method, or `dp.*`, with the noise for the epsilon `wished`, and that epsilon as its bound.
+    """Return the method, or `dp.*`, with the noise for the epsilon `wished`, and that epsilon as the bound.
 
-    DP-FPL has equal multipliers, which together give `wished`.
+    DP-FPL uses equal noise multipliers, which together give `wished`.
     """
     if wished is None:
         return method, config
@@ -282,7 +282,7 @@ def _costs(claim: PrivacyGuarantee | None, plans: Sequence[SamplingPlan]) -> tup
 
 
 def epsilon_of(done: FederatedPrompts, times: int) -> float:
-    """Return the accountant's epsilon of `times` runs like this one on the same rows, infinite without a claim."""
+    """Return the accountant's epsilon for `times` runs like this one on the same rows; infinite without a guarantee."""
     if done.claim is None:
         return math.inf
     budget, plans = done.claim.budget, [replace(plan, rounds=times * plan.rounds) for plan in done.plans]
@@ -290,10 +290,10 @@ def epsilon_of(done: FederatedPrompts, times: int) -> float:
 
 
 def mark_correct(task: ClipPrompt, weights: Weights, rows: Sequence[EncodedImage]) -> Numbers:
-    """Return (rows,) 1 where the model predicts the row's class, else 0."""
+    """Return (rows,): 1 if the model predicts the row's class, otherwise 0."""
     return np.array([float(int(p.logits["target"].argmax()) == int(p.wanted)) for p in task.predict(weights, rows)])
 
 
 def name_noise_control(name: str) -> str:
-    """Return the name of a row's control that uses no example."""
+    """Return the name of the row's noise-only control, which uses no examples."""
     return f"{name}, noise only"

@@ -1,28 +1,29 @@
 """Test whether a DP prompt beats three baselines: noise only, zero-shot CLIP, and the most frequent class.
 
-A seed cuts the training pictures over the sites, and each site keeps `validation` of its rows apart. Every row of the
-table runs once for each of `learning_rates`, which all rows share, and the run that is best on the sites' validation
-rows is the one that is scored. A model is the mean of its last `averaged` rounds': it comes after the noise, so it
-costs no epsilon. A row with `sites` has that many instead of `clients`, each with the rows of several of them, so all
-rows of the table have the same pictures. Rows of a result:
+A seed partitions the training images over the sites, and each site sets `validation` of its rows aside. Every row of
+the table is run once with each of `learning_rates`, which are the same for all rows, and the run that is best on the
+sites' validation rows is scored. A model is the mean over its last `averaged` rounds: the mean is computed after the
+noise, so averaging costs no epsilon. A row with `sites` has that many sites instead of `clients`, each with the rows of
+several clients, so all rows of the table have the same images. Rows in a result:
 
 | row | model |
 |---|---|
-| zero-shot | the unchanged CLIP, with "a photo of a" before the names: nothing was learned |
-| most frequent class | every site predicts its most frequent class for every picture |
-| <row> | each site's own model, the mean over sites |
-| <row>, noise only | the same with all gradients set to zero, at the best learning rate for that |
+| zero-shot | the unchanged CLIP model, with "a photo of a" before the names: no training |
+| most frequent class | every site predicts its most frequent class for every image |
+| <row> | each site's own model; the mean over sites |
+| <row>, noise only | the same run with all gradients set to zero, at its own best learning rate |
 
 | metric | meaning |
 |---|---|
-| right | percentage of the test pictures of a site's own classes; all classes compete |
-| right, last round | the same without averaging |
-| nominal epsilon | the one that sets the noise |
-| epsilon, <relation> | the accountant's, only of the scored run |
-| epsilon with the search | the accountant's, of the runs at all learning rates together |
+| right | percentage correct on test images of a site's own classes; all classes compete |
+| right, last round | "right" without averaging |
+| nominal epsilon | the epsilon that sets the noise |
+| epsilon, <relation> | the accountant's epsilon for the scored run alone |
+| epsilon with the search | the accountant's epsilon for the runs at all learning rates together |
 
-Accuracies have 95 % intervals over test pictures and seeds, paired between rows, see `resampling`. `learning_rates` of
-a row are those chosen, by seed. Noise and private batches are the operating system's, so a second run differs.
+Accuracies have 95% intervals over test images and seeds, paired between rows (see `resampling`). A row's
+`learning_rates` are the chosen ones, by seed. Noise and private batches come from the operating system, so a second run
+differs.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _Row = TypeVar("_Row")
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return every row of the preset at every learning rate, one run for each seed."""
+    """Return all rows of the preset, each at its best learning rate, with one run per seed."""
     answers: list[dict[str, Any]] = seeds.run_seeds(__name__, settings, options)
     figures: dict[str, dict[str, ResampledMetric]] = {}
     rows = []
@@ -105,14 +106,14 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
 
 
 def merge_sites(sites: PromptSites, count: int) -> PromptSites:
-    """Return `count` sites with the rows and classes of all. Raises ConfigError like `merge_rows`."""
+    """Return `count` sites with the rows and classes of all sites. Raises ConfigError like `merge_rows`."""
     classes = merge_rows({site: sorted(own) for site, own in sites.classes.items()}, count)
     found = {site: frozenset(own) for site, own in classes.items()}
     return replace(sites, rows=merge_rows(sites.rows, count), classes=found)
 
 
 def merge_rows(rows: Mapping[str, Sequence[_Row]], count: int) -> dict[str, list[_Row]]:
-    """Distribute the rows of all sites over `count` sites, those of equally many at each.
+    """Merge the sites into `count` larger ones, each with the rows of the same number of sites.
 
     Raises:
         ConfigError: `count` does not divide the number of sites.
@@ -126,7 +127,7 @@ def merge_rows(rows: Mapping[str, Sequence[_Row]], count: int) -> dict[str, list
 
 
 def split_rows(rows: Rows, kept_apart: int, seed: int) -> tuple[Rows, Rows]:
-    """Return each site's training rows, and `kept_apart` random rows of them for the selection."""
+    """Return each site's training rows, and `kept_apart` randomly chosen rows for the selection."""
     train, validation = {}, {}
     for site, of_site in rows.items():
         drawn = random.Random(f"{seed} {site}").sample(list(of_site), len(of_site))
@@ -135,15 +136,15 @@ def split_rows(rows: Rows, kept_apart: int, seed: int) -> tuple[Rows, Rows]:
 
 
 def mark_most_frequent(train: Sequence[EncodedImage], test: Sequence[EncodedImage]) -> Numbers:
-    """Return (test rows,) 1 where the row's class is the most frequent of `train`, else 0."""
+    """Return (test rows,): 1 if the row's class is the most frequent one in `train`, otherwise 0."""
     most = np.bincount([row.label for row in train]).argmax()
     return np.array([float(row.label == most) for row in test])
 
 
 def with_rate(chosen: Mapping[str, Any], rate: float, averaged: int) -> dict[str, Any]:
-    """Return a row of the preset at one learning rate, on both prompts, with its averaging.
+    """Return a row of the preset with one learning rate for both prompts, and with averaging.
 
-    A baseline's is that of its noisy steps where the row's config has `dp.clip-norm`, else that of its optimiser.
+    A baseline's noisy steps get the learning rate if the row has `dp.clip-norm`, otherwise the optimizer gets it.
     """
     if chosen["name"] == "dp_fpl":
         both = f"learning_rate = {rate!r}\nlearning_rate_local = {rate!r}\n"
@@ -154,7 +155,7 @@ def with_rate(chosen: Mapping[str, Any], rate: float, averaged: int) -> dict[str
 
 
 def _best(sites: PromptSites, validation: Rows, name: str, chosen: Mapping[str, Any], dark: bool) -> dict[str, Any]:
-    """Return the run of the best learning rate on the validation rows (the lowest of equals), scored on test rows."""
+    """Return the run with the best learning rate on validation rows (the lowest in a tie), scored on test rows."""
     settings, label = sites.settings, federated_prompts.name_noise_control(name) if dark else name
     started, tried = time.perf_counter(), list[tuple[float, float, FederatedPrompts]]()
     for rate in sorted(settings["learning_rates"]):

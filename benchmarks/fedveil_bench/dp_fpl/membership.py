@@ -1,31 +1,31 @@
-"""Membership in DP-FPL: shadow federations against each site's own model, a loss attack, and controls.
+"""Membership inference against DP-FPL: shadow federations against each site's own model, a loss attack, and controls.
 
-A seed parts every site's rows, class by class, into members (trained on), others (held out, same source) and the
-adversary's pool: a quarter, a quarter and a half. A shadow is a whole federation of the same sites and settings on half
-of the pool, so on as many rows as the target. An attack sees, for a row, the softmax vector of the model of the site
-that has the row's class.
+A seed divides every site's rows, class by class, into members (trained on), others (held out, same source) and the
+adversary's pool: a quarter, a quarter and a half. A shadow is a complete federation with the same sites and settings,
+trained on half of the pool and thus on as many rows as the target. For each row, an attack sees the softmax vector from
+the model of the site that has the row's class.
 
 | row | target |
 |---|---|
-| zero-shot | the unchanged CLIP: attacks must lose |
-| <row>, noise only | zero gradients, only noise: attacks must lose |
-| <row> with `control = "win"` | undefended and overfitted: attacks must win |
+| zero-shot | the unchanged CLIP model: attacks must fail |
+| <row>, noise only | zero gradients, only noise: attacks must fail |
+| <row> with `control = "win"` | undefended and overfitted: attacks must succeed |
 
-With `together` all rows of such a row are one site's: three classes, as a site has here, are told apart without
-learning a row by heart. `members_a_class` bounds how many rows of a class are trained on; the pool has twice as many.
-With `shadows = 0` a row has only the loss, with `nets = false` no nets.
+With `together`, all rows belong to one site: the three classes of a site here can be distinguished without
+memorizing any row. `members_a_class` limits how many rows per class are trained on; the pool has twice as many. With
+`shadows = 0`, a row has only the loss attack; with `nets = false`, it has no attack networks.
 
 | metric | meaning |
 |---|---|
-| balanced accuracy, per class | of one net per class, at the threshold 0; mean over classes |
-| AUROC, per class; AUROC, global | pooled over rows; of one net per class, and of one net for all |
+| balanced accuracy, per class | one network per class, at threshold 0; mean over classes |
+| AUROC, per class; AUROC, global | pooled over rows; one network per class, and one network for all |
 | TPR at 1 % FPR, global | pooled over rows |
-| AUROC, loss | minus the loss of the row, no shadows |
+| AUROC, loss | the score is minus the row's loss; no shadows |
 | AUROC, LiRA | the loss compared with the row's loss in shadows that were not trained on it (offline) |
 | right, held out | percentage of the others whose class the model predicts |
 
-Of the nets' figures a seed has its own 95 % interval; over seeds values and ends are averaged, which is no narrower
-than the truth. The loss has the paired intervals of `resampling`.
+The networks' figures have a separate 95% interval per seed; values and interval endpoints are averaged over seeds,
+which is conservative. The loss has the paired intervals from `resampling`.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ from fedveil_bench.dp_fpl.federated_prompts import FederatedPrompts, PromptSites
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 LOSS, LIRA, RIGHT = "AUROC, loss", "AUROC, LiRA", "right, held out"
-_MEMBERS, _OTHERS = 20, 21  # names of random draws
-_ALL = "all"  # the site of a row with `together`
+_MEMBERS, _OTHERS = 20, 21  # name the random draws
+_ALL = "all"  # the site in a row with `together`
 _PARTS = ("members", "others", "pool")
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return every target, one run for each seed."""
+    """Return all targets, with one run per seed."""
     answers: list[dict[str, Any]] = seeds.run_seeds(__name__, settings, options)
     rows, figures = [], dict[str, dict[str, ResampledMetric]]()
     for name in answers[0]:
@@ -86,10 +86,10 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 def from_estimate(estimate: Sequence[float], rows: int) -> ResampledMetric:
-    """Return a metric with that value and 95 % interval, given as [value, low, high], assuming a normal distribution on
-    each side.
+    """Return a metric with the value and 95% interval in [value, low, high], assuming normal tails on each side.
 
-    The replicates of several such metrics rise together, so the interval of their mean is as wide as theirs.
+    The replicates of several such metrics rise together, so the interval of their mean is as wide as their own
+    intervals.
     """
     value, low, high = estimate
     normal, steps = statistics.NormalDist(), resampling.REPLICATES
@@ -98,7 +98,7 @@ def from_estimate(estimate: Sequence[float], rows: int) -> ResampledMetric:
 
 
 def list_verdicts(figures: Mapping[str, Mapping[str, ResampledMetric]], settings: Mapping[str, Any]) -> list[str]:
-    """Sentences on where each target stands, on whether the controls hold, and on the preset's claims."""
+    """Return sentences about each target's figures, whether the controls hold, and the preset's claims."""
     blind = {federated_prompts.name_noise_control(name) for name in settings["rows"]} | {ZERO}
     winners = {name for name, row in settings["rows"].items() if row.get("control") == "win"}
     margin = settings.get("control_margin", common.CONTROL_MARGIN)
@@ -141,7 +141,7 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
 
 
 def _together(sites: PromptSites) -> PromptSites:
-    """Return one site with all rows."""
+    """Return a single site with all rows."""
     rows = {_ALL: [row for of_site in sites.rows.values() for row in of_site]}
     return replace(sites, rows=rows, classes={_ALL: frozenset[int]().union(*sites.classes.values())})
 
@@ -151,8 +151,8 @@ def split_members(
 ) -> dict[str, dict[str, list[EncodedImage]]]:
     """Split each site's rows of every class into members (a quarter), others (a quarter) and pool (a half).
 
-    Up to three rows of a class are omitted, so that half of the pool has as many rows as the members. A site with more
-    than `most` members of a class omits the rest, and the same fraction of the pool.
+    Up to three rows per class are omitted, so that half of the pool has as many rows as the members. A site with more
+    than `most` members in a class omits the rest, and the same fraction of the pool.
     """
     found: dict[str, dict[str, list[EncodedImage]]] = {part: {} for part in _PARTS}
     for site, of_site in rows.items():
@@ -178,7 +178,7 @@ def _attacked(
     dark: bool,
     options: BenchOptions,
 ) -> dict[str, Any]:
-    """Attack one target and its shadows; without `chosen` the unchanged CLIP."""
+    """Attack one target with its shadows; without `chosen`, the target is the unchanged CLIP model."""
     started = time.perf_counter()
     generator = np.random.default_rng(sites.seed)
     site_of = {label: site for site, labels in sites.classes.items() for label in labels}
@@ -233,7 +233,7 @@ def _attacked(
 
 
 def _of_nets(outcome: Mapping[str, shadow_models.ShadowAttackResult]) -> tuple[dict[str, IntervalEstimate], int]:
-    """Return the nets' metrics, and the number of rows behind them."""
+    """Return the attack networks' metrics, and the number of rows behind them."""
     per_class, whole = outcome["per class"], outcome["global"]
     nets = {
         "balanced accuracy, per class": per_class.accuracy,
@@ -251,7 +251,7 @@ def _labelled(rows: Rows) -> tuple[Rows, list[int]]:
 def _of_losses(
     at: shadow_models.TargetOutputs, of_shadows: Sequence[tuple[shadow_models.Vectors, shadow_models.Vectors]]
 ) -> dict[str, resampling.ResampledMetric]:
-    """Return figures of the loss and, with shadows, of LiRA, for rows that no shadow had: members, then others."""
+    """Return figures for the loss and, with shadows, LiRA, for rows that no shadow had: members, then others."""
     mine, theirs = _confidence(at.members, at.member_labels), _confidence(at.others, at.other_labels)
     scores = {LOSS: (mine, theirs)}
     if of_shadows:
@@ -262,7 +262,7 @@ def _of_losses(
 
 
 def _ratios(of_target: resampling.Numbers, of_shadows: Sequence[resampling.Numbers]) -> resampling.Numbers:
-    """Return LiRA's scores of rows that no shadow had, from log probabilities of the rows' classes."""
+    """Return LiRA's scores for rows that no shadow had, from the log probabilities of the rows' classes."""
     phi = np.array([lira.target_confidence(-of) for of in of_shadows])
     return lira.lira_scores(lira.target_confidence(-of_target), phi, np.zeros(phi.shape, dtype=bool))
 

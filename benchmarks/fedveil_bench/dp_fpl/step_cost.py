@@ -1,18 +1,19 @@
-"""Time and memory of one step of prompt training, plain and private, in one process of one thread.
+"""Measure the time and memory of one prompt training step, plain and private, in one process with one thread.
 
 | row | step |
 |---|---|
-| plain | the gradient of the batch's mean loss, one backward |
-| texts | DP-FPL's step with clipped = "texts": one backward pass, noise included |
-| loop | one backward pass per example, one after the other |
-| prompt | DP-FPL's step with clipped = "prompt": one backward pass per example, all at once by torch.func |
+| plain | the gradient of the batch's mean loss, one backward pass |
+| texts | DP-FPL's step with clipped = "texts": one backward pass, including noise |
+| loop | one backward pass per example, one after another |
+| prompt | DP-FPL's step with clipped = "prompt": one backward pass per example, all at once with torch.func |
 | opacus | opacus on the same learner (p_G, u, v; r constant): GradSampleModule, DPOptimizer, one joint clip, noise |
 
-`times plain` compares processor time with the plain step of the same batch, on a GPU the clock's (`seconds`), which
-waits for the device. `megabytes` is how far the process's peak has grown since a plain step of one row, on a GPU how
-far a step's peak on the device lies above what was there before it. Ways and batches come in the order of what they
-need, so that the peak is their own.
-Opacus comes last: it needs no more than the figure next to it.
+`times plain` is the CPU time divided by a plain step's CPU time on the same batch; on a GPU, both use wall-clock time
+(`seconds`), which includes waiting for the device. `megabytes` is the growth of the process's peak since a plain step
+on one row; on a GPU, it is how far a step's peak exceeds the device memory in use before the step. Methods and batches
+run in increasing order of memory, so that each peak is their own.
+
+Opacus runs last, so on a CPU its figure is an upper bound.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ WAYS = ("plain", "texts", "loop", "prompt", "opacus")
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Measure every method at every batch size, in one process of one thread."""
+    """Measure every method at every batch size, in one process with one thread."""
     found = seeds.run_seeds(__name__, settings | {"seeds": 1}, options)[0]
     rows, batches = [], settings["batches"]
     clock = "seconds" if loading.pick_device(options.device).type == "cuda" else "cpu seconds"
@@ -82,7 +83,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 class _Learner(torch.nn.Module):
-    """The prompt p_G + u v + r as a module for opacus, without the frozen CLIP."""
+    """The prompt p_G + u v + r as a module for opacus, without the frozen CLIP model."""
 
     def __init__(self, task: ClipPrompt, weights: Weights, rank: int) -> None:
         super().__init__()
@@ -123,7 +124,7 @@ def _opacus(task: ClipPrompt, rows: Sequence[EncodedImage], weights: Weights, ba
 
 
 class _First:
-    """A trainer whose every batch contains its first rows."""
+    """A trainer whose batches always contain its first rows."""
 
     def __init__(self, trainer: LocalTraining) -> None:
         rows = trainer.rows

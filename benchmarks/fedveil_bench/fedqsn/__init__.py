@@ -1,1 +1,1 @@
-"""Presets of FedQSN and its baselines."""
+"""Presets for FedQSN and its baselines."""

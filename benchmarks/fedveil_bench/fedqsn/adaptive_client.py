@@ -1,24 +1,25 @@
-"""Measure what a client recovers of FedQSN's model by waiting, collusion, the public base and training, round by round.
+"""Measure, by round, how much of FedQSN's model a client recovers by waiting, colluding, and training a public base.
 
-The adversary has the received proxies and knows the hyper-parameters. After every round, on the same test rows:
+The adversary has the proxies it received and knows the hyperparameters. These models are scored after every round, on
+the same test rows:
 
 | row | model |
 |---|---|
 | server | the true model after the previous round, from which this round's proxies are derived |
 | public base; public base, fine-tuned | W_0, and W_0 after one client's training: available without a proxy |
-| received | the last proxy of one client |
-| averaged | the mean of all proxies received so far, the scale undone |
-| colluding | the mean of all proxies that all clients received so far |
-| <one>, filled | missing entries taken from the public base |
-| <one>, filled, fine-tuned | and trained on the client's own rows, without frozen entries |
+| received | one client's last proxy |
+| averaged | the mean of all proxies the client has received so far, with the scale undone |
+| colluding | the mean of all proxies that all clients have received so far |
+| <one>, filled | one of these, with missing entries taken from the public base |
+| <one>, filled, fine-tuned | the same, trained on the client's own rows without frozen entries |
 
 | metric | meaning |
 |---|---|
 | loss | per token, on test rows |
-| visible | fraction of the columns of masked layers that it has seen |
-| similarity, to the difference | cosine to the server's attention and MLP matrices; of the differences to the base |
+| visible | fraction of the masked layers' columns that the adversary has seen |
+| similarity, to the difference | cosine to the server's attention and MLP matrices; of differences from the base |
 
-The metrics are of the last round; `curve` has the loss of every round. Intervals are of 95 %, see `resampling`.
+The metrics are for the last round; `curve` has the loss for every round. Intervals are 95% (see `resampling`).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return every setting of `settings["methods"]`, one run for each seed."""
+    """Return all of `settings["methods"]`, with one run per seed."""
     answers = seeds.run_seeds(__name__, settings, options)
     rows, last = [], {}
     for name in answers[0]:
@@ -110,7 +111,7 @@ def _method(
     options: BenchOptions,
     rows: dict[str, Any],
 ) -> None:
-    """Add to `rows` the clients' knowledge after each round."""
+    """Add the clients' knowledge after each round to `rows`."""
     config = build_run_config(settings, chosen, seed)
     method = method_of(FedQSN, config)
     task = task_of(TextGeneration, config, options)
@@ -157,7 +158,7 @@ def _method(
 
 
 def _alike(proxy: ProxyModel, whole: ProxyModel, true: Weights, base: Weights) -> dict[str, float]:
-    """Compare the proxy, and the proxy filled from the base (`whole`), with the server's matrices `true`."""
+    """Compare the proxy, and the same proxy filled from the base (`whole`), with the server's matrices (`true`)."""
     return {
         "similarity": attack.proxy_similarity(proxy, true, true).visible,
         "to the difference": attack.proxy_similarity(whole, true, true, base).whole,
@@ -165,6 +166,6 @@ def _alike(proxy: ProxyModel, whole: ProxyModel, true: Weights, base: Weights) -
 
 
 def _visible(proxy: ProxyModel, masked: ProxyModel) -> float:
-    """Return the fraction of known columns of masked tensors; 1 if nothing was masked."""
+    """Return the fraction of the masked tensors' columns that are known; 1 if nothing was masked."""
     known = [1.0 - float(proxy.missing[n].float().mean()) if n in proxy.missing else 1.0 for n in masked.missing]
     return float(np.mean(known)) if known else 1.0

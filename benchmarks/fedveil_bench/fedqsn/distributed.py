@@ -1,15 +1,15 @@
-"""Compare noise at every site with noise in the sum for FedQSN, at one epsilon and several numbers of sites.
+"""Compare noise at every site with noise in the sum for FedQSN, at equal epsilon, for several numbers of sites.
 
-A seed draws `rows_a_site` training rows for each site of the largest federation; a smaller one uses the same total. A
-round is one step on all of a site's rows, so that no sampling hides in the comparison. Rows of a result:
+A seed draws `rows_a_site` training rows for each site in the largest federation; a smaller federation has the same
+total. A round is one step on all of a site's rows, so that sampling does not affect the comparison. Rows in a result:
 
 | row | model |
 |---|---|
 | public base | W_0, which everyone has |
-| N sites, no noise | rows' gradients are clipped as in the others |
-| N sites, at the site | every site adds all of the noise |
-| N sites, in the sum | each of N sites adds a share; the guarantee assumes two thirds of them, rounded up |
-| ..., noise only | the same run with every row's gradient set to zero |
+| N sites, no noise | no noise, but gradients are clipped as in the other rows |
+| N sites, at the site | every site adds the full noise |
+| N sites, in the sum | each of N sites adds a share; the guarantee counts on two thirds of them, rounded up |
+| ..., noise only | the same run with every example's gradient set to zero |
 
 | metric | meaning |
 |---|---|
@@ -18,8 +18,8 @@ round is one step on all of a site's rows, so that no sampling hides in the comp
 | noise on the mean | norm of the noise on the mean gradient, divided by the clipping bound of a row |
 | epsilon, epsilon against all | by the accountant: as claimed; against the server and all other sites together |
 
-Losses have 95 % intervals over test sources and seeds, paired between rows, see `resampling`; each seed draws its own
-noise. If the row without noise is not below the base, private rows are not compared.
+Losses have 95% intervals over test sources and seeds, paired between rows (see `resampling`); each seed draws its own
+noise. If the loss without noise is not below the base's, private rows are not compared.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ _METHOD = "fedqsn"
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """Return rows for training and testing, and the base."""
+    """Return the requirements: rows for training and testing, and the base."""
     return [texts.require_splits(settings["data"], "train", "test"), *data.list_base_requirements(settings)]
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return the rows for every number of sites, one run for each seed."""
+    """Return the rows for every number of sites, with one run per seed."""
     answers: list[dict[str, Any]] = seeds.run_seeds(__name__, settings, options)
     figures, rows = noise_tables.rows_of(answers, "loss")
     said = (
@@ -73,7 +73,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 def list_verdicts(figures: Mapping[str, ResampledMetric], sites: Sequence[int]) -> list[str]:
-    """Judge whether each row is below its controls, and the noise in the sum below that at the site."""
+    """Judge whether each row's loss is below its controls', and whether noise in the sum beats noise at the site."""
     found: list[tuple[str, ClaimSentence]] = []
     for count in sites:
         for mine in (CLEAR, SITE, SUM):
@@ -95,7 +95,7 @@ def list_verdicts(figures: Mapping[str, ResampledMetric], sites: Sequence[int]) 
 
 @dataclass(frozen=True)
 class _Seed:
-    """The parts that the rows of one seed share."""
+    """The parts that all rows of a seed share."""
 
     settings: Mapping[str, Any]
     number: int
@@ -138,7 +138,7 @@ def _task(found: _Seed, flat: Mapping[str, Any]) -> tuple[TextGeneration, Weight
 
 
 def _federated(found: _Seed, count: int, name: str) -> dict[str, Any]:
-    """Run one federation; return the loss of its server's model, and its costs."""
+    """Run one federation; return the loss of the server's model, and the costs."""
     where, dark = name.partition(",")[0], name.endswith(ONLY)
     flat = _flat(found, count, where)
     costs: dict[str, float] = {}

@@ -1,15 +1,15 @@
-"""Gaps between a server's model and its proxies, compared with those of a control that hides nothing.
+"""Gaps between a server's model and its proxies, compared with the gaps of a control that hides nothing.
 
-A preset's method names its `control`: a method of the same preset that trains the same weights and hides nothing. The
-control's gaps are not 0. A client's own training moves its model away from the mean of all, and a received model is a
-round older than the server's. So the control's gap is subtracted from a gap, paired by test row and seed.
+A method in a preset names its `control`: a method in the same preset that trains the same weights and hides nothing.
+The control's gaps are not 0: a client's own training moves its model away from the mean of all clients, and a received
+model is one round older than the server's. So the control's gap is subtracted, paired by test row and seed.
 
 | row of a result | verdict on its loss |
 |---|---|
 | <method> gap less control, <method> tuned gap less control | "a gap" above 0, "no gap can be told" around it |
-| the control's own gaps | the value |
+| the control's own gaps | the value, without a verdict |
 | gaps of a method without a control | the value, without a verdict |
-| <method> tuned | whether it is better than the public base that one client trained alone |
+| <method> tuned | whether the tuned model is better than the public base trained by one client alone |
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Rows = Mapping[str, Mapping[str, ResampledMetric]]
 
 
 def controls_of(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Return each named control by method. Raises ConfigError unless it is another method of the preset."""
+    """Return each method's control, if any. Raises ConfigError unless the control is another method in the preset."""
     others = [label for label, chosen in methods.items() if "control" not in chosen]
     found = {label: chosen["control"] for label, chosen in methods.items() if "control" in chosen}
     for label, control in found.items():
@@ -39,7 +39,7 @@ def controls_of(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def less_controls(rows: Rows, controls: Mapping[str, str]) -> dict[str, dict[str, ResampledMetric]]:
-    """Return the gaps of each method minus those of its control, paired by test row and seed."""
+    """Return each method's gaps minus its control's, paired by test row and seed."""
     pairs = {
         f"{label} {kind}{LESS}": (rows[f"{label} {kind}"], rows[f"{control} {kind}"])
         for label, control in controls.items()
@@ -52,7 +52,7 @@ def less_controls(rows: Rows, controls: Mapping[str, str]) -> dict[str, dict[str
 
 
 def judge_gaps(rows: Rows, controls: Mapping[str, str], seeds_: int) -> list[str]:
-    """Return sentences on gaps, each with its control, and on tuned proxies compared with the fine-tuned base."""
+    """Return sentences about gaps, compared with their controls, and about tuned proxies versus the fine-tuned base."""
     plain, found = [], list[tuple[str, ClaimSentence]]()
     for name, figures in rows.items():
         if "loss" not in figures:

@@ -1,21 +1,21 @@
 """Compare the server's model with the proxies that clients receive, before and after local training.
 
-Every method runs the same federation in process on the same rows. Models are selected by their loss on validation rows,
-over all rounds and scored clients, and scored on test rows. Rows of a result:
+Every method runs the same in-process federation on the same rows. Models are selected by their loss on validation rows,
+over all rounds and scored clients, and scored on test rows. Rows in a result:
 
 | row | model |
 |---|---|
 | public base | W_0, which everyone has |
-| public base, fine-tuned | W_0 after as many steps of one client as it has in all rounds: a useful proxy beats it |
+| public base, fine-tuned | W_0 after one client's steps in all rounds: a useful proxy must beat this model |
 | <method> global | the server's model |
-| <method> proxy | the best received by a client, before it trains |
-| <method> tuned | a client's best after its local training: the proxy's score that counts |
-| <method> gap, <method> tuned gap | global less proxy, paired; for the loss proxy less global |
-| <one of these> less control | that gap minus the gap of the method's control: above 0 means hidden, see `gaps` |
+| <method> proxy | the best model that a client received, before local training |
+| <method> tuned | a client's best model after local training: the proxy's score that counts |
+| <method> gap, <method> tuned gap | global minus proxy, paired; for the loss, proxy minus global |
+| <one of these> less control | that gap minus the control's gap: above 0 means hidden (see `gaps`) |
 | <method> with `dark` | a control: zero gradients, so that only noise is left |
-| <method> similarity | cosine of the last proxies to the server's attention and MLP layers, LoRA merged in the base |
+| <method> similarity | cosine of the last proxies to the server's attention and MLP layers, with LoRA merged |
 
-Intervals are of 95 %, bootstrapped over test sources and averaged over seeds, see `resampling`.
+Intervals are 95%, bootstrapped over test sources and averaged over seeds (see `resampling`).
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return every method of `settings["methods"]` on each of `settings["data"]`, one run for each seed.
+    """Return all of `settings["methods"]` on each of `settings["data"]`, with one run per seed.
 
     Raises:
-        ConfigError: a control that is not a method of the preset, before any training.
+        ConfigError: a control is not a method in the preset; raised before any training.
     """
     controls = gaps.controls_of(settings["methods"])
     answers = seeds.run_seeds(__name__, settings, options)
@@ -91,14 +91,14 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 def _over_data(figures: Mapping[str, ResampledMetric], names: Sequence[str]) -> dict[str, ResampledMetric]:
-    """Return the mean over data sets of every metric that all of them have."""
+    """Return, for every metric that all data sets have, the mean over data sets."""
     shared = [m.removeprefix(f"{names[0]} ") for m in figures if m.startswith(f"{names[0]} ")]
     return {m: resampling.average_metrics([figures[f"{n} {m}"] for n in names]) for m in shared}
 
 
 @dataclass
 class BestProxy:
-    """The model of least validation loss so far, of each kind ("global", "proxy", "tuned").
+    """The model with the lowest validation loss so far, for each kind ("global", "proxy", "tuned").
 
     Attributes:
         task: the clients' task.
@@ -111,7 +111,7 @@ class BestProxy:
     found: dict[str, tuple[float, Weights]] = field(default_factory=dict)
 
     def offer(self, kind: str, weights: Weights, task: TextGeneration | None = None) -> None:
-        """Consider one more model. `task` is the model's, if it is not the clients'."""
+        """Consider one more model. `task` is the model's task, if different from the clients' task."""
         task = task or self.task
         mine = {n: weights[n] for n in task.spec}
         task.put(mine)
@@ -195,7 +195,7 @@ def _method(
     def around(site: str, ctx: RoundContext, local: Trainer) -> Trainer:
         if chosen.get("dark", False):
             local = NoiseOnlyTrainer(local)
-        # Around the noisy steps: the method's request, and its result.
+        # Wraps the noisy steps, to record what the method passes to them and what they return.
         watched[site] = _Watched(NoisyTrainer(local.spec, local.rows, dp, ctx) if dp else local)
         return watched[site]
 
@@ -222,7 +222,7 @@ def _method(
         "upload_bytes": running.upload_bytes, "download_bytes": running.download_bytes, "seconds": seconds
     }  # fmt: skip
     if dp and dp.noise:
-        fewest = min(map(len, clients.values()))  # its rows are drawn most often
+        fewest = min(map(len, clients.values()))  # the client with the fewest rows is charged most
         epsilon = resampling.from_constant(noise_tables.epsilon_of(dp, config, fewest))
         rows[f"{label} global"]["figures"][noise_tables.name_epsilon_column(config.dp)] = epsilon
     if settings.get("similarity"):
@@ -232,7 +232,7 @@ def _method(
 
 
 def _scored(label: str, best: BestProxy, model: TextGeneration, found: TextPartition) -> dict[str, dict[str, Any]]:
-    """Return the best models' scores on the test rows, and the gaps between them. `model` is the server's task."""
+    """Return the best models' scores on test rows, and the gaps between them. `model` is the server's task."""
     figures = {
         kind: texts.compute_scores(model if kind == "global" else best.task, weights, found.test)
         for kind, (_, weights) in best.found.items()

@@ -1,14 +1,14 @@
-"""Masking and quantizing one proxy, as FedQSN's server does for every client, compared with a clone of the same bytes.
+"""Measure masking and quantizing a proxy, as FedQSN's server does for every client, compared with cloning its tensors.
 
 | row | operation |
 |---|---|
-| <n> threads | `FedQSN.broadcast` of every tensor: masks drawn, columns packed, scaled and coded |
+| <n> threads | `FedQSN.broadcast` of all tensors: masks are drawn, and columns are packed, scaled and coded |
 | <n> threads, clone | `torch.clone` of the same tensors |
-| message | the proxy's download and FedAvg's, in bytes: measured on the packed message, and counted by hand |
+| message | download bytes of the proxy and of FedAvg, measured on the packed message and counted by hand |
 | large | with `--device cuda`: `FedQSN.broadcast` of a large model in bf16, its proxy as a message, and a clone |
 
-One process for each number of threads, one after the other. `GB/s` counts fp32 weights; `cpu seconds` is the process's
-own time, which a busy machine stretches less than the clock.
+Each number of threads runs in its own process, one after another. `GB/s` counts fp32 weights; `cpu seconds` is the
+process's own time, which a busy machine affects less than wall-clock time.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from fedveil_bench.common import seeds
 from fedveil_bench.common.federations import method_of
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
-_ASKED = 0.25  # GB/s of fp32 weights on two cores
-_MOST_COPIES = 5.0  # of a large model on a GPU
-_ROOM = 3  # times the weights: for themselves, the clone, and codes with uncoded parts
+_ASKED = 0.25  # required GB/s of fp32 weights on two cores
+_MOST_COPIES = 5.0  # maximum time for a large model on a GPU, in multiples of a copy
+_ROOM = 3  # memory as a multiple of the weights: the weights, the clone, and the codes with uncoded parts
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Measure with every number of threads, then the size of a message. On a GPU, measure only once."""
+    """Measure with each number of threads, and then the size of a message. On a GPU, measure only once."""
     rows: list[dict[str, Any]] = []
     said = []
     for threads in settings["threads"][-1:] if options.device == "cuda" else settings["threads"]:
@@ -124,7 +124,7 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
 
 
 def of_large(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """Measure a proxy with as many layers as fit on the GPU, and a clone; on the CPU in a test."""
+    """Measure a proxy with as many layers as fit on the GPU (on the CPU in a test), and a clone."""
     device = torch.device("cuda" if options.device == "cuda" else "cpu")
     fields = f'{settings["fields"]}\nwire_dtype = "bfloat16"'
     method = method_of(FedQSN, parse({"method.name": "fedqsn", "method.params": fields}))
@@ -171,14 +171,14 @@ def _timed(work: Callable[[], object], device: torch.device) -> tuple[float, flo
 
 
 def spec_of_gpt2(model: Mapping[str, Any]) -> Spec:
-    """Return names, shapes and places of the weights of a GPT-2 of that configuration. No weight is created."""
+    """Return the specs of a GPT-2 with this configuration: names, shapes and locations. No weights are created."""
     from transformers import GPT2Config
 
     return _spec_of(GPT2Config(**model))
 
 
 def spec_of_llama(model: Mapping[str, Any]) -> Spec:
-    """Return those of a Llama of that configuration."""
+    """Return the specs of a Llama with this configuration, like `spec_of_gpt2`."""
     from transformers import LlamaConfig
 
     return _spec_of(LlamaConfig(**model))
@@ -195,9 +195,9 @@ def _spec_of(config: Any) -> Spec:
 
 
 def count_bytes(method: FedQSN, spec: Spec, visible: Weights) -> float:
-    """Return the bytes of a message by hand; `visible` are the masks of columns, by name.
+    """Return the bytes in a message, counted by hand; `visible` has the column masks, by name.
 
-    They are w-bit codes and a scale for each block of visible columns, bitmaps, and 4 bytes for every other weight.
+    The bytes are w-bit codes and a scale for each block of visible columns, bitmaps, and 4 bytes per remaining weight.
     """
     digits, bits = code_word(2**method.bits + 1)
     total = float(sum(math.ceil(len(mask) / 8) for mask in visible.values()))

@@ -1,4 +1,4 @@
-"""Similarity of proxies to the server's model: cosines of the matrices of attention and MLP layers."""
+"""Similarity of proxies to the server's model: cosine similarities of attention and MLP matrices."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from fedveil_bench.common import resampling
 from fedveil_bench.common.resampling import ResampledMetric
 
 _FORMS = ("whole", "visible", "mean")
-_SITES = 9  # name of the random draws over proxies
+_SITES = 9  # names the random draws over proxies
 
 
 def compute_similarities(
     task: TextGeneration, method: Method, received: Sequence[ProxyModel], server: Weights, base: Weights
 ) -> dict[str, ResampledMetric]:
-    """Return each form of similarity of the proxies to the server's weights, and of their differences to the base.
+    """Return each kind of similarity of the proxies to the server's weights, and of their differences from the base.
 
-    Values are means over `received`, a proxy for each client of the last round.
+    Values are means over `received`, which has one proxy for each client in the last round.
     """
     alike = _similarities(task, method, received, server, base)
     return {
@@ -39,7 +39,7 @@ def compute_similarities(
 def _similarities(
     task: TextGeneration, method: Method, received: Sequence[ProxyModel], server: Weights, base: Weights
 ) -> list[attack.ModelSimilarity]:
-    """Return two values for every client: to the server's weights, and of the differences to the base."""
+    """Return two similarities per client: to the server's weights, and of the differences from the base."""
     found = []
     scale = getattr(method, "scale", 1.0) if isinstance(method.adapter, AllWeightsAdapter) else 1.0
     true = collect_matrices(task, server)
@@ -51,7 +51,7 @@ def _similarities(
 
 
 def collect_matrices(task: TextGeneration, weights: Weights) -> Weights:
-    """Return the matrices of attention and MLP layers by their names in the bare model; W_0 + scale B A under LoRA."""
+    """Return the attention and MLP matrices by their names in the bare model; with LoRA, W_0 + scale B A."""
     if not isinstance(task.adapter, LoraAdapter):
         return {n: w for n, w in weights.items() if (p := task.spec[n].place) and p.part == "linear" and w.ndim == 2}
     found = {}

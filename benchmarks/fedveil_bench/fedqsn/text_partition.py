@@ -1,4 +1,4 @@
-"""The texts of one seed, partitioned over the server and its clients, and the run config of one method."""
+"""A seed's text data, partitioned over the server and its clients, and a method's run config."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fedveil_bench.common import data, texts
 
 @dataclass(frozen=True)
 class TextPartition:
-    """Rows of one data set and seed.
+    """The rows of one data set and seed.
 
     Attributes:
-        clients: rows of each client.
+        clients: each client's rows.
         validation: rows for selecting models.
         test: rows for scoring models.
-        server: the server's own rows, for its work before round 0. No client has them.
+        server: the server's own rows, for its work before round 0; no client has them.
     """
 
     clients: Mapping[str, list[texts.Row]]
@@ -29,7 +29,7 @@ class TextPartition:
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """Return the three splits of every data set, and the base."""
+    """Return the requirements: the three splits of every data set, and the base."""
     names = [settings["data"]] if isinstance(settings["data"], str) else settings["data"]
     return [
         *(texts.require_splits(name, "train", "validation", "test") for name in names),
@@ -55,7 +55,7 @@ def partition_rows(name: str, settings: Mapping[str, Any], seed: int) -> TextPar
 
 
 def build_run_config(settings: Mapping[str, Any], chosen: Mapping[str, Any], seed: int) -> RunConfig:
-    """Return the run config of one method."""
+    """Return a method's run config."""
     flat = {**settings["config"], **chosen.get("config", {}), "run.seed": seed, "run.deterministic": True}
     flat |= {"method.name": chosen["name"], "method.params": chosen.get("fields", "")}
     return parse(data.with_model(flat))

@@ -1,1 +1,1 @@
-"""Presets of FedRand and its baselines."""
+"""Presets for FedRand and its baselines."""

@@ -1,4 +1,4 @@
-"""The attacks of a seed, as metrics with replicates: on models, on uploads, and on the overfitted control."""
+"""A seed's attacks on models, on uploads and on the overfitted control, as metrics with replicates."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from fedveil.wire.capture import MessageCapture
 from fedveil_bench.common import resampling
 from fedveil_bench.common.resampling import Numbers, ResampledMetric
 
-_MEMBERS, _HELD_OUT, _SHIFTED = 1, 2, 3  # names of random draws; those of a client's members include its number too
-_TAUGHT = 0.5  # of their loss is left to the rows that teach the control of other rows
+_MEMBERS, _HELD_OUT, _SHIFTED = 1, 2, 3  # name the random draws; for a client's members, its number is added
+_TAUGHT = 0.5  # the control on other rows trains until its training loss falls to this share of the initial loss
 _ATTACKS = (MaxRenyiAttack(), LossAttack(), CalibratedLossAttack())
 Figures = dict[str, ResampledMetric]
 
 
 @dataclass(frozen=True)
 class AttackTarget:
-    """A model that an adversary has, and the rows on which it was trained.
+    """A model that an adversary has, and the model's training rows.
 
     Attributes:
-        name: name of its draws; () for the server's model.
+        name: names its random draws; () for the server's model.
         weights: the model's weights.
         members: its training rows.
-        labels: labels of the members, if scores are compared within a label; () for the server's model.
+        labels: the members' labels, if scores are compared within a label; () for the server's model.
     """
 
     name: tuple[int, ...]
@@ -51,7 +51,7 @@ class AttackTarget:
 
 @dataclass(frozen=True)
 class NonMembers:
-    """Examples that no client has: held-out and labeled ones of the members' distribution, and shifted ones."""
+    """Examples that no client has: held-out rows from the members' distribution, with labels, and shifted rows."""
 
     held_out: Rows
     labels: Sequence[str]
@@ -59,7 +59,7 @@ class NonMembers:
 
 
 class ControlYardstick:
-    """LiRA, with shadows of the same base on random halves of `pool`: the members and as many held-out rows."""
+    """LiRA, with shadow models trained on random halves of `pool`: the members and as many held-out rows."""
 
     def __init__(self, task: Task, initial: Weights, pool: Rows, count: int, seed: int) -> None:
         def train(indices: list[int], number: int) -> Weights:
@@ -73,7 +73,7 @@ class ControlYardstick:
         self._index = {id(row): i for i, row in enumerate(pool)}
 
     def scores(self, rows: Rows, losses: Numbers) -> Numbers:
-        """Return LiRA's scores of `rows` that are in the pool. `losses` are of `rows`, under the attacked model."""
+        """Return LiRA's scores for `rows`, which are in the pool. `losses` are theirs under the attacked model."""
         known = [i for i, row in enumerate(rows) if id(row) in self._index]
         at = [self._index[id(rows[i])] for i in known]
         return lira.lira_scores(lira.target_confidence(losses[known]), self._phi[:, at], self._members[:, at])
@@ -81,10 +81,10 @@ class ControlYardstick:
 
 @dataclass(frozen=True)
 class FedRandAdversary:
-    """The parts that every attack of a seed shares.
+    """The parts that all attacks of a seed share.
 
     Attributes:
-        settings: `settings.attack` of the preset.
+        settings: the preset's `settings.attack`.
     """
 
     base: membership.PublicBaseScores
@@ -94,9 +94,9 @@ class FedRandAdversary:
     seed: int
 
     def attacked(self, task: Task, targets: Sequence[AttackTarget]) -> Figures:
-        """Return each attack's AUROC, the mean over `targets`. Prefix "shifted ": against shifted non-members.
+        """Return each attack's AUROC, as a mean over `targets`. The prefix "shifted " means shifted non-members.
 
-        The slice "generated" and LiRA are only of the server's model.
+        The slice "generated" and LiRA are computed only for the server's model.
         """
         figures: dict[str, list[ResampledMetric]] = {}
         for target in targets:
@@ -128,7 +128,7 @@ class FedRandAdversary:
         return figures
 
     def _some(self, target: AttackTarget) -> tuple[Rows, Sequence[str]]:
-        """Return at most `settings["rows"]` of the members, a seeded choice, with their labels."""
+        """Return at most `settings["rows"]` members, chosen by the seed, with their labels."""
         most = self.settings["rows"]
         if len(target.members) <= most:
             return target.members, target.labels
@@ -143,10 +143,10 @@ class FedRandAdversary:
     def aligned(
         self, view: AdversaryView, task: Task, initial: Weights, clients: Mapping[str, tuple[Rows, Sequence[str]]]
     ) -> Figures:
-        """Return the AUROC of row gradients against their site's last upload, within a label, the mean over `clients`.
+        """Return the AUROC of row gradients compared with their site's last upload, within a label; mean over clients.
 
-        "alignment, wrong site" is its control: the same rows against another site's upload, which they did not affect.
-        If all rows have equal scores, it could tell nothing in any case, and there is no value.
+        "alignment, wrong site" is the control: the same rows compared with another site's upload, which they did not
+        affect. If all rows have equal scores, the control could not fail in any case, and there is no value.
         """
         knowledge, sites = AdversaryKnowledge(task, initial), sorted(clients)
         figures: dict[str, list[ResampledMetric]] = {}
@@ -167,9 +167,9 @@ class FedRandAdversary:
         return {name: resampling.average_metrics(each) for name, each in figures.items()}
 
     def overfitted(self, task: Task, members: Rows, config: RunConfig) -> tuple[Figures, TrainedControl]:
-        """Run every attack on the control, an overfitted FedAvg trained on `members`, and return the control too.
+        """Run every attack on a control, an overfitted FedAvg trained on `members`, and also return the control.
 
-        `config` is that of `controls.settings`, and `task` was loaded with it.
+        `config` comes from `controls.control_config`, and `task` was loaded with this config.
         """
         with tempfile.TemporaryDirectory() as folder:
             done = controls.train_overfitted_control(task, members, config, MessageCapture(Path(folder)))
@@ -180,9 +180,9 @@ class FedRandAdversary:
         return figures | {"alignment": self._auroc(scores[0], scores[1], (9,))}, done
 
     def other_rows(self, task: Task, members: Rows, config: RunConfig) -> tuple[Figures, TrainedControl]:
-        """Run every attack on the control trained on half of `members`, for the other half, and return the control too.
+        """Train a control on half of `members`, run every attack on it for the other half, and also return the control.
 
-        `config` is that of `controls.gently`, and `task` was loaded with it.
+        `config` comes from `controls.gentle_config`, and `task` was loaded with this config.
         """
         with tempfile.TemporaryDirectory() as folder:
             done = controls.train_control(task, members[::2], config, MessageCapture(Path(folder)), _TAUGHT)

@@ -1,9 +1,9 @@
-"""Curves of the server's model by round, and the bytes that a quality costs (FedRand, Figures 2 and 3).
+"""Curves of the server's model by round, and the bytes needed to reach a given quality (FedRand, Figures 2 and 3).
 
-A runner whose preset has `curve_every` runs its federations by `run_and_score`. Each row of the result then has a
-`curve`: a list of {round, upload_bytes, download_bytes, metrics: {name: interval}}, from round 0, the model before any,
-to the last. For each of `curve_targets`, {row, metric, margin}, every row with a curve reports after how many bytes its
-metric, lower being better, has fallen to that row's final value plus the margin (`compare_costs`).
+A runner whose preset has `curve_every` runs its federations with `run_and_score`. Each row of the result then has a
+`curve`: a list of {round, upload_bytes, download_bytes, metrics: {name: interval}}, from round 0, before any training,
+to the last round. For each entry in `curve_targets`, {row, metric, margin}, each row with a curve reports after how
+many bytes its metric (lower is better) fell to the target row's final value plus the margin (`compare_costs`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class CurvePoint:
     """The server's model after some rounds.
 
     Attributes:
-        round: number of finished rounds; 0 = none.
-        upload_bytes, download_bytes: total size of all messages so far.
+        round: number of finished rounds; 0 before any round.
+        upload_bytes, download_bytes: total size of all messages up to then.
         figures: the model's scores.
     """
 
@@ -42,7 +42,7 @@ class CurvePoint:
     figures: Mapping[str, ResampledMetric]
 
     def to_json(self) -> list[Any]:
-        """Return a form to send between processes."""
+        """Return a JSON form for sending between processes."""
         figures = {metric: figure.to_json() for metric, figure in self.figures.items()}
         return [self.round, self.upload_bytes, self.download_bytes, figures]
 
@@ -58,8 +58,8 @@ class FollowedRun:
     """The result of `run_and_score`.
 
     Attributes:
-        points: the points from round 0 to the last; none if no curve was requested.
-        seconds: time spent on scores, which is not part of the method's time.
+        points: the points from round 0 to the last round; none if no curve was requested.
+        seconds: time spent on scoring, which is not part of the method's time.
     """
 
     points: list[CurvePoint]
@@ -72,11 +72,11 @@ def run_and_score(
     score: Callable[[Weights], Mapping[str, ResampledMetric]],
     tell: OnRound | None = None,
 ) -> FollowedRun:
-    """Run all rounds, and score the server's model before them, after each `every`-th and at the end.
+    """Run all rounds; score the server's model before them, after every `every` rounds, and at the end.
 
     Args:
-        every: 0 = no curve: the rounds run without scoring.
-        score: scores the server's model; it must be cheap, because it is called for each point.
+        every: number of rounds between two points; with 0, the rounds run without scoring, and there is no curve.
+        score: scores the server's model; must be cheap, because it is called for each point.
         tell: called after each round.
     """
     points: list[CurvePoint] = []
@@ -103,7 +103,7 @@ def run_and_score(
 
 
 def in_result(of_seeds: Sequence[Sequence[CurvePoint]]) -> list[dict[str, Any]]:
-    """Return the `curve` of a row: means of bytes, and intervals, over the seeds' curves of the same rounds."""
+    """Return a row's `curve`: mean bytes and intervals over the seeds' curves, which have the same rounds."""
     return [
         {
             "round": points[0].round,
@@ -121,17 +121,17 @@ def in_result(of_seeds: Sequence[Sequence[CurvePoint]]) -> list[dict[str, Any]]:
 def compare_costs(
     curves: Mapping[str, Sequence[Sequence[CurvePoint]]], targets: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Return sentences on each row's bytes for a quality, and on whether they are fewer than another row's.
+    """Return sentences about the bytes that each row needs to reach a quality, and whether it needs fewer than others.
 
-    Every seed has its own target, from the target row in the same seed, so each row can reach it. Between two
-    points of a curve, the metric and the bytes are interpolated linearly. Intervals are over the seeds.
+    Every seed has its own target, from the target row in the same seed, so each row can reach it. Between two points of
+    a curve, the metric and the bytes are interpolated linearly. Intervals are over the seeds.
 
     Args:
-        curves: by row, one curve per seed.
-        targets: the targets of the preset, each with "row", "metric" and "margin".
+        curves: for each row, one curve per seed.
+        targets: the preset's targets, each with "row", "metric" and "margin".
 
     Raises:
-        ConfigError: a row without that metric in its curve, or a margin that is not above 0.
+        ConfigError: a target row has no such metric in its curve, or a margin is not above 0.
     """
     said: list[str] = []
     compared: list[tuple[str, ClaimSentence]] = []
@@ -161,7 +161,7 @@ def compare_costs(
 
 @dataclass(frozen=True)
 class SpentBytes:
-    """The number of rounds, and their bytes, needed to reach a value."""
+    """The number of rounds and bytes needed to reach a value."""
 
     rounds: float
     upload: float
@@ -169,7 +169,7 @@ class SpentBytes:
 
 
 def find_spent_bytes(points: Sequence[CurvePoint], metric: str, at: float) -> SpentBytes | None:
-    """Return the cost when the metric was first at or below `at`; None if it never was."""
+    """Return the cost up to when the metric was first at or below `at`; None if it never was."""
     for before, after in pairwise([points[0], *points]):
         above, below = before.figures[metric].value, after.figures[metric].value
         if below <= at:

@@ -1,21 +1,21 @@
-"""FedRand and its baselines on pictures: quality of server and clients, ablations, and membership attacks.
+"""FedRand and its baselines on images: server and client quality, ablations, and membership attacks.
 
-A seed draws members (split over the clients), held-out rows of the same distribution, and test rows. Every method runs
-the same federation in process and records its messages. Rows of a result:
+A seed draws members (split over the clients), held-out rows from the same distribution, and test rows. Every method
+runs the same in-process federation and records its messages. Rows in a result:
 
 | row | model |
 |---|---|
-| round 0 | the model before any round: the control that an attack must lose |
-| other rows | trained on half of the members, attacked on the others: a control that an attack must lose |
-| overfitted FedAvg | a few members, many epochs, no defence: the control that an attack must win |
+| round 0 | the model before any round: a control in which attacks must fail |
+| other rows | trained on half of the members, attacked on the other half: a control in which attacks must fail |
+| overfitted FedAvg | few members, many epochs, no defense: the control in which attacks must succeed |
 | <method> server | the server's final model |
 | <method> client | quality: the mean over some clients' models; under attack: the server's reconstruction |
-| <method> client, merged | the client's last upload, the rest from the broadcast it answered |
+| <method> client, merged | the client's last upload, completed from the broadcast it answered |
 
-With `curve_every` the rows of servers have a curve of the loss on the test rows, if a part has any (see `curves`).
+With `curve_every`, the server rows have a curve of the loss on the test rows, if the part has any (see `curves`).
 
-The shifted non-members come from another data set, like NoCaps with COCO in the paper: an attack wins there without any
-membership. All intervals are 95 %, see `resampling`.
+The shifted non-members come from a different data set, like NoCaps for COCO in the paper: there an attack can succeed
+without learning anything about membership. All intervals are 95% (see `resampling`).
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from fedveil_bench.fedrand.picture_partition import PicturePartition, draw_parti
 from fedveil_bench.fedrand.verdicts import list_verdicts
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
-_SITES = 4  # name of the random draws over sites
-_CURVE = ("test loss",)  # metrics scored by round: no text is generated for them
+_SITES = 4  # names the random draws over sites
+_CURVE = ("test loss",)  # metrics scored by round; they need no generated text
 
 
 @dataclass
 class _Row:
-    """One row of one seed."""
+    """One row of the table, for one seed."""
 
     figures: Figures = field(default_factory=dict)
     upload_bytes: int = 0
@@ -70,7 +70,7 @@ class _Row:
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """Return the folders that contain the pictures of every part, and the base."""
+    """Return the requirements: the folders with the images for every part, and the base."""
     asked = [(part["data"], "train") for part in settings["parts"]]
     asked += [(part[key], "test") for part in settings["parts"] for key in ("test", "shifted") if part.get(key)]
     splits: dict[str, dict[str, None]] = {}
@@ -83,7 +83,7 @@ def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return every part of `settings["parts"]` under every method of `settings["methods"]`, one run per seed."""
+    """Return each of `settings["parts"]` with each of `settings["methods"]`, with one run per seed."""
     answers = [_from_json(answer) for answer in seeds.run_seeds(__name__, settings, options)]
     rows: dict[str, Figures] = {}
     listed = []
@@ -118,7 +118,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 class _Remembering(TrainerWrapper):
-    """Stores its last training result for the benchmark: the true value for a rebuilt client."""
+    """Stores its last training result for the benchmark, as the ground truth for a reconstructed client."""
 
     def __init__(self, truth: dict[str, Weights], site: str, ctx: RoundContext, local: Trainer) -> None:
         super().__init__(local)
@@ -171,7 +171,7 @@ def _part(settings: dict[str, Any], part: dict[str, Any], seed: int, options: Be
 def _trained_controls(
     adversary: FedRandAdversary, config: RunConfig, found: PicturePartition, members: int, options: BenchOptions
 ) -> dict[str, _Row]:
-    """Return an overfitted model of `members` rows, and one trained on other rows; neither if `members` is 0."""
+    """Return a model overfitted on `members` rows and a model trained on other rows; neither if `members` is 0."""
     if not members:
         return {}
     rows = {}
@@ -259,11 +259,11 @@ def _method(
 def _rebuilt(
     latest: Mapping[str, RebuiltClient], merged: Mapping[str, RebuiltClient], truth: Mapping[str, Weights]
 ) -> Figures:
-    """Return the distance of clients rebuilt by either pairing from the true ones; means over sites."""
+    """Return the distance between true and reconstructed clients for each pairing, averaged over the sites."""
     errors = [factor_pairing.reconstruction_error(latest[site].weights, truth[site]) for site in latest]
     others = [factor_pairing.reconstruction_error(merged[site].weights, truth[site]) for site in latest]
     values = {
-        # The better of the two pairings: it depends on the clients' drift.
+        # Which of the two pairings is better depends on the clients' drift.
         "reconstruction error": [min(e.products, o.products) for e, o in zip(errors, others, strict=True)],
         "latest error": [e.products for e in errors],
         "merged error": [o.products for o in others],
@@ -276,7 +276,7 @@ def _rebuilt(
 def _quality(
     task: VisionLanguage, models: Sequence[Weights], found: PicturePartition, part: Mapping[str, Any]
 ) -> Figures:
-    """Return scores of the mean model, each on the same test rows."""
+    """Return the scores, averaged over the models, on the same test rows for each."""
     if not found.test or not models:
         return {}
     each = [quality.compute_scores(task, weights, found.test, part["metrics"]) for weights in models]

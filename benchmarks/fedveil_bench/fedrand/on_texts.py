@@ -1,21 +1,22 @@
-"""Compare methods on texts: every method and seed runs the same federation in process.
+"""Compare methods on text: every method and seed runs the same in-process federation.
 
-Two rows are added to the methods: "round 0" (the model before any round) and "one client alone" (the client of median
-size, which trains in every round on its own rows and shares nothing). With `settings["client"]`, a method with client
-models also has the scores of that client's model, as "client_<score>"; if the client took part in no round, it has
-none. `client = "all"` adds "clients_loss" and "clients_bleu", the mean over all clients that have a model, on
-`clients_test` sources of the test rows. With `curve_every` the methods have a curve of the server's loss on
-`curve_test` sources of the test rows (see `curves`).
+Two rows are added to the methods: "round 0" (the model before any round) and "one client alone" (the median-size
+client, which trains in every round on its own rows and shares nothing). With `settings["client"]`, a method with client
+models also has the scores of that client's model, as "client_<score>"; they are missing if the client took part in no
+round. `client = "all"` adds "clients_loss" and "clients_bleu", the mean over all clients with a model, on
+`clients_test` test-set sources. With `curve_every`, the methods have a curve of the server's loss on `curve_test`
+test-set sources (see `curves`).
 
-With `settings["learning_rates"]` every method first runs with each of them in the seed `rate_seed`, which no figure of
-the table uses. In every seed the method then has the rate with the least loss on `rate_test` sources of the validation
-rows, of its model or of its clients' models. The row "one client alone" uses the rate of the run config.
+With `settings["learning_rates"]`, every method is first run with each of them in the seed `rate_seed`, which
+contributes to no figure in the table. In all seeds, the method then uses the rate with the lowest loss on `rate_test`
+validation sources, for its model or its clients' models. The row "one client alone" uses the learning rate in the run
+config.
 
-A method may have keys of the run config of its own (`config`), such as more rounds if it sends half in each.
+A method may have its own run config keys (`config`), such as more rounds if it sends half as much in each.
 
-The runner works in pieces, one for each row and seed. It does not repeat a piece that the file of pieces has. A seed is
-in the table once all its rows are finished. Every figure has each seed's value (`resampling`). A preset's claims are
-judged by these values and corrected for each other.
+The runner splits work by row and seed into pieces. Pieces already in the pieces file are not repeated. A seed is
+included in the table once all its rows are finished. Every figure has each seed's value (`resampling`). A preset's
+claims are judged by these values and corrected for multiple testing.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from fedveil_bench.fedrand import curves
 from fedveil_bench.fedrand.text_federation import RATE_KEY, VALIDATION, TextFederationRun, TextFederationSeed
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
-IN_PIECES = True  # so that --minutes may be asked for
+IN_PIECES = True  # so that --minutes is allowed
 BEFORE, ALONE = "round 0", "one client alone"
-# All that a piece's figures hang on, but its method, seed and rate.
+# The settings that a piece's figures depend on, besides its method, seed and rate.
 _OF_A_PIECE = ("data", "clients", "client", "clients_test", "rate_test", "curve_every", "curve_test", "config")
 
 Settings = Mapping[str, Any]
@@ -48,7 +49,7 @@ Asked = tuple[str, int, float]  # row, seed, learning rate
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Measure the rows "round 0", "one client alone" and each of `settings["methods"]` over the seeds."""
+    """Measure the rows "round 0", "one client alone" and each of `settings["methods"]`, over the seeds."""
     began = time.monotonic()
     chosen = choose_rates(settings, options)
     asked = settings | {"chosen": chosen}
@@ -59,11 +60,11 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 def choose_rates(settings: dict[str, Any], options: BenchOptions) -> dict[str, float]:
-    """Return the learning rate of each method, without those whose trials are incomplete."""
+    """Return each method's learning rate, except for methods whose trials are incomplete."""
     given = settings.get("learning_rates", [settings["config"][RATE_KEY]])
     if len(given) == 1:
         return dict.fromkeys(settings["methods"], given[0])
-    # A process for each rate, in the place of a seed's.
+    # One process per rate, instead of one per seed.
     trials = seeds.run_seeds(__name__, settings | {"seeds": len(given)}, replace(options, seeds=0), in_pieces=True)
     return {
         method: find_best_rate(
@@ -75,12 +76,12 @@ def choose_rates(settings: dict[str, Any], options: BenchOptions) -> dict[str, f
 
 
 def find_best_rate(tried: Sequence[tuple[float, float]]) -> float:
-    """Return the rate with the least loss; the first of equals. A loss that is not finite is never the least."""
+    """Return the rate with the lowest loss, or the first one in a tie. A non-finite loss is never the lowest."""
     return min(tried, key=lambda each: each[0] if math.isfinite(each[0]) else math.inf)[1]
 
 
 def build_outcome(done: Sequence[Mapping[str, TextFederationRun]], settings: Settings) -> BenchOutcome:
-    """Build the table from the seeds whose rows are all finished. `settings` have the "chosen" rates."""
+    """Build the table from the seeds whose rows are all finished. `settings` contain the "chosen" rates."""
     names = [BEFORE, ALONE, *settings["methods"]]
     whole = [of_seed for of_seed in done if set(names) <= set(of_seed)]
     said = [_counted(done, len(names), len(whole)), *_on_rates(settings)]
@@ -96,13 +97,13 @@ def build_outcome(done: Sequence[Mapping[str, TextFederationRun]], settings: Set
 
 
 def list_requirements(settings: Settings) -> list[data.DataRequirement]:
-    """Return the rows to train on, to test on and to choose learning rates on, and the base."""
+    """Return the requirements: rows for training, testing and choosing learning rates, and the base."""
     splits = ("train", "validation", "test") if "learning_rates" in settings else ("train", "test")
     return [texts.require_splits(settings["data"], *splits, by_task=True), *data.list_base_requirements(settings)]
 
 
 def figures_of(scores: Sequence[Mapping[str, float]]) -> dict[str, ResampledMetric]:
-    """Return a figure with each seed's value, for every score that all seeds have. Test rows count as given."""
+    """Return a figure with each seed's value, for every score that all seeds have. Test rows are taken as fixed."""
     shared = [name for name in scores[0] if all(name in each for each in scores)]
     return {name: resampling.over_seeds([resampling.from_constant(each[name]) for each in scores]) for name in shared}
 
@@ -119,7 +120,7 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[
 def _trials(
     settings: Settings, index: int, options: BenchOptions
 ) -> Iterator[tuple[Asked, Callable[[], TextFederationRun]]]:
-    """Return each method with the rate of that index."""
+    """Return each method's trial with the learning rate at this index."""
     rate, number = settings["learning_rates"][index], settings["rate_seed"]
     seed = TextFederationSeed(settings, number, options)
     for label in settings["methods"]:
@@ -129,7 +130,7 @@ def _trials(
 def _rows(
     settings: Settings, number: int, options: BenchOptions
 ) -> Iterator[tuple[Asked, Callable[[], TextFederationRun]]]:
-    """Return every row of a seed, with the same partition, initial weights and test rows for all."""
+    """Return all rows for a seed; they share the partition, initial weights and test rows."""
     seed = TextFederationSeed(settings, number, options)
     yield (BEFORE, number, 0.0), seed.before
     yield (ALONE, number, settings["config"][RATE_KEY]), seed.alone
@@ -175,7 +176,7 @@ def _counted(done: Sequence[Mapping[str, TextFederationRun]], rows: int, whole: 
 
 
 def _on_rates(settings: Settings) -> Iterator[str]:
-    """Yield the rates chosen from each grid, with those at its edge: another rate might have been better there."""
+    """Yield the rates chosen from each grid, noting rates at its edge, where a rate beyond might have been better."""
     grid = sorted(settings.get("learning_rates", []))
     if len(grid) < 2:
         return
@@ -186,7 +187,7 @@ def _on_rates(settings: Settings) -> Iterator[str]:
 
 
 def _verdicts(runs: Mapping[str, list[TextFederationRun]], settings: Settings) -> list[str]:
-    """Return sentences from the intervals of ratios, in which each seed is compared with itself."""
+    """Return sentences based on intervals of ratios, in which each seed is compared with itself."""
     said = []
     against = runs[settings["reference"]]
     for name, done in runs.items():

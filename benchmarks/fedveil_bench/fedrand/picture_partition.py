@@ -1,4 +1,4 @@
-"""The pictures of one part of a table and one seed: members partitioned over the clients, non-members, test rows."""
+"""The images for one part of a table and one seed: members partitioned over the clients, non-members, test rows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fedveil_bench.common import pictures
 
 @dataclass(frozen=True)
 class PicturePartition:
-    """The data of one seed of one part.
+    """The data for one seed of one part.
 
     Attributes:
-        clients: the members of each client.
-        held_out: examples of the members' distribution that no client has.
-        shifted: rows of another data set.
+        clients: each client's members.
+        held_out: examples from the members' distribution that no client has.
+        shifted: rows from a different data set.
         test: examples for measuring quality.
-        labels: labels of each client's rows, and under "" of the held-out ones.
+        labels: the labels of each client's rows, and of the held-out rows under "".
     """
 
     clients: Mapping[str, Rows]
@@ -35,14 +35,14 @@ class PicturePartition:
 
     @property
     def members(self) -> list[Any]:
-        """Return the rows of all clients."""
+        """Return all clients' rows."""
         return [row for of_client in self.clients.values() for row in of_client]
 
 
 def draw_partition(
     settings: Mapping[str, Any], part: Mapping[str, Any], task: VisionLanguage, seed: int
 ) -> PicturePartition:
-    """Return the rows of one part and seed. Raises ConfigError or TaskError if the data are missing."""
+    """Return the rows for one part and seed. Raises ConfigError or TaskError if the data are missing."""
     pool = _shuffled(pictures.load_examples(part["data"], "train"), seed)
     members, held_out = part["members"], part["held_out"]
     test = _shuffled(pictures.load_examples(part["test"], "test"), 0) if part.get("test") else pool[members:]

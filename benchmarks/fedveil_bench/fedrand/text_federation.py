@@ -1,4 +1,4 @@
-"""Federations on texts of one seed, and their models' scores: the same rows, split and initial weights for all."""
+"""A seed's federations on text, and their models' scores; they share the rows, the split and the initial weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fedveil_bench.runner import BenchOptions
 
 VALIDATION = "validation_loss"
 RATE_KEY = "train.learning-rate"
-_EVERY = 10  # rounds between lines of progress
+_EVERY = 10  # rounds between progress lines
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class TextFederationRun:
     """The results of one federation.
 
     Attributes:
-        scores: values by name; for a trial only the validation loss.
-        upload_bytes, download_bytes: totals of all sites and rounds.
+        scores: values by name; for a trial, only the validation loss.
+        upload_bytes, download_bytes: totals over all sites and rounds.
         seconds: duration of the training.
         rounds: number of rounds.
         commit: the measured commit.
-        curve: the curve of a method, if requested: the points of `curves`, as JSON.
+        curve: the method's curve, if requested: the points of `curves`, as JSON.
     """
 
     scores: Mapping[str, float]
@@ -53,12 +53,12 @@ class TextFederationRun:
 
 
 class TextFederationSeed:
-    """The shared parts of all federations of one seed, read once.
+    """The parts shared by all federations of a seed, loaded once.
 
     Args:
-        settings: settings of the preset (see `on_texts`).
-        number: number of the seed.
-        options: its device and progress are used.
+        settings: the preset's settings (see `on_texts`).
+        number: the seed.
+        options: only the device and the progress callback are used.
     """
 
     def __init__(self, settings: Mapping[str, Any], number: int, options: BenchOptions) -> None:
@@ -73,7 +73,7 @@ class TextFederationSeed:
         return TextFederationRun(task.evaluate(self._initial(task), self._test, generate=True), 0, 0, 0.0)
 
     def alone(self) -> TextFederationRun:
-        """Run the client of median size, which trains in every round on its own rows and shares nothing."""
+        """Run the median-size client, which trains in every round on its own rows and shares nothing."""
         config = parse(self._flat | {"method.name": "fedavg", "cohort.fraction": 1.0})
         task = self._task(config)
         done, seconds, _ = self._federated(config, task, [self._median])
@@ -96,7 +96,7 @@ class TextFederationSeed:
         every = self._settings.get("curve_every", 0)
         done, seconds, curve = self._federated(config, task, list(self._rows), every)
         scores = task.evaluate(done.models()["server"], self._test, generate=True) | {"learning_rate": rate}
-        # Those of the last round: other sites' states belong to older weights.
+        # Only the last cohort's states: other sites' states belong to older weights.
         kept = {site: p.tensors for site in done.last_cohort if (p := done.private.get(site)) is not None}
         pairs = {site: tensors for site, tensors in kept.items() if set(tensors) == set(task.spec)}
         if pairs:
@@ -106,7 +106,7 @@ class TextFederationSeed:
         return replace(_run(done, scores, seconds), curve=[point.to_json() for point in curve])
 
     def _of_clients(self, task: Task, own: Mapping[str, Weights]) -> dict[str, float]:
-        """Return scores of the clients' models: the median one's on all test rows, and the mean over all of them."""
+        """Return scores of the clients' models: the median client's on all test rows, and the mean over all clients."""
         scores: dict[str, float] = {}
         if self._median in own:
             found = task.evaluate(own[self._median], self._test, generate=True)
@@ -125,7 +125,7 @@ class TextFederationSeed:
     def _federated(
         self, config: RunConfig, task: Task, sites: Sequence[str], every: int = 0
     ) -> tuple[InProcessFederation, float, list[curves.CurvePoint]]:
-        """Return the federation after its rounds, its training seconds, and the loss curve of the server's model."""
+        """Return the finished federation, its training seconds, and the loss curve of the server's model."""
         exchange = MessageExchange(
             strategies.create_method(config.method.name, config.method.params), config.method.name, task.spec
         )
@@ -163,7 +163,7 @@ class TextFederationSeed:
 
     @cached_property
     def _rows(self) -> dict[str, Examples]:
-        """Return the rows of every client; no method or learning rate changes them."""
+        """Return every client's rows; they do not depend on the method or the learning rate."""
         reader, count = self._task(parse(self._flat)), self._settings["clients"]
         return {f"client-{i:02d}": reader.examples(self._folder, "train", DatasetShard(i, count)) for i in range(count)}
 
@@ -184,7 +184,7 @@ class TextFederationSeed:
         return self._part("validation", self._settings.get("rate_test"))
 
     def _part(self, split: str, sources: int | None) -> Examples:
-        """Return the rows of a part; with a number, those of the first so many sources."""
+        """Return the rows of a split; if `sources` is given, only the rows of that many first sources."""
         config = parse(self._flat)
         found = self._task(config).examples(self._folder, split)
         if sources is None:

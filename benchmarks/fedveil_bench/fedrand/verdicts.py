@@ -1,4 +1,4 @@
-"""Sentences on the metrics of a FedRand table: orders, controls, and errors of rebuilt clients."""
+"""Sentences about the metrics in a FedRand table: orders, controls, and errors of reconstructed clients."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MUST: Mapping[str, Must] = {OVERFITTED: "won", ROUND_0: "lost", OTHER_ROWS: "lo
 
 
 def list_verdicts(rows: Mapping[str, Figures], settings: Mapping[str, Any]) -> list[str]:
-    """Return sentences on the paper's orders, the controls and the errors that the preset lists.
+    """Return sentences about the paper's orders, the controls and the errors that the preset lists.
 
-    `rows` are the metrics of each row of the result, over all seeds.
+    `rows` has the metrics of each row of the result, over all seeds.
     """
     said: list[str] = []
     seeds = 0
@@ -52,7 +52,7 @@ def list_verdicts(rows: Mapping[str, Figures], settings: Mapping[str, Any]) -> l
 
 
 def _controls(rows: Mapping[str, Figures], settings: Mapping[str, Any]) -> list[str]:
-    """Judge each control that the preset names, and the wrong site of every alignment."""
+    """Judge each control that the preset names, and the wrong-site control of every alignment attack."""
     margin = settings.get("control_margin", common.CONTROL_MARGIN)
     none, found = list[str](), list[tuple[str, ClaimSentence]]()
     asked = [

@@ -1,1 +1,1 @@
-"""Presets that compare LoRA methods."""
+"""Presets for comparing LoRA methods."""

@@ -1,18 +1,18 @@
-"""Compare the epsilon that one run shows with its upper bound: canaries in the rows of one site, for each method.
+"""Compare the empirical epsilon of one run with its upper bound, for each method, using canaries in one site's rows.
 
-A coin puts one of each pair among the rows of the first site (attacks/canaries/); the auditor has the server's view
-and guesses the coins. Under secure aggregation it has the sums that broadcasts show.
+For each pair of canaries, a coin decides which one is added to the first site's rows (attacks/canaries/). The auditor
+has the server's view and guesses the coins; under secure aggregation, it has only the sums that broadcasts show.
 
 | column | meaning |
 |---|---|
-| shown | epsilon at least, with 95 % confidence, replace-one; a weak score gives a low bound, never a wrong one |
-| at most | epsilon from the site's ledger, at the same delta and relation; none for rows in the clear |
+| shown | lower bound on epsilon, with 95% confidence, replace-one; a weak score gives a low bound, never a wrong one |
+| at most | epsilon from the site's ledger, at the same delta and relation; none for runs without noise |
 | at most, against all | the same bound against the server and all other sites together, if the noise is in the sum |
-| other coins | shown, for newly drawn coins, on which no model was trained, so it must be 0 |
+| other coins | "shown" for newly drawn coins that no model was trained on, so it must be 0 |
 | right | fraction of correct guesses, for the best score |
-| loss, loss of round 0 | of the server's model, and of its initial model, on rows of no site, in nats |
+| loss, loss of round 0 | of the server's final and initial models, on rows that no site has, in nats |
 
-A seeded run is not private: an epsilon here is that of the same run with noise from the operating system.
+A seeded run is not private: an epsilon here applies to the same run with noise from the operating system.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return a row for each of `settings["rows"]`, and whether any seed contradicts its claim."""
+    """Return a row for each of `settings["rows"]`, and whether any seed contradicts its upper bound."""
     answers = seeds.run_seeds(__name__, settings, options)
     return tables.build_outcome(answers, settings, _contradictions(answers))
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """Return the requirements: rows of the sites; the base."""
+    """Return the requirements: rows for the sites, and the base."""
     return [data.DataRequirement(settings["data"], ("train", "test")), *data.list_base_requirements(settings)]
 
 
@@ -102,7 +102,7 @@ def _measured(task: TextGeneration, config: RunConfig, settings: Mapping[str, An
 
 
 def _at_most(config: RunConfig, method: Any, rows: int) -> dict[str, float]:
-    """Return the charge of a site with that many rows in every round; {} for a run without a claim or noise."""
+    """Return the charge for a site with `rows` rows in every round; {} for a run without a guarantee or noise."""
     claim, train = guarantee_of(method, config), config.train
     if claim is None:
         return {}
@@ -117,7 +117,7 @@ def _at_most(config: RunConfig, method: Any, rows: int) -> dict[str, float]:
 
 
 def _contradictions(answers: list[dict[str, dict[str, float]]]) -> list[str]:
-    """Return a sentence for each row on whether any seed showed more than is claimed for it."""
+    """Return, for each row, a sentence on whether any seed showed more than its upper bound."""
     said = []
     for name, metrics in answers[0].items():
         if "at most" in metrics:

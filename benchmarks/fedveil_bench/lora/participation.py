@@ -1,15 +1,16 @@
-"""Infer which sites took part in a round from the observed uploads, or only from sums.
+"""Infer which sites took part in a round, from the observed uploads or only from sums.
 
-A restaurant's rows are at one site, so sites differ as institutions do; "alike" in a row of the preset partitions the
-rows at random. Some candidates never take part. The attacker has rows of every candidate and of none.
+All rows about a restaurant are at one site, so sites differ as institutions do; "alike" in a row of the preset
+partitions the rows at random instead. Some candidates never take part. The attacker has rows that match each candidate,
+and rows that match none.
 
 | column | meaning |
 |---|---|
-| in a round | AUROC of the rounds with a site against those without it, over all sites; 0.5 is a guess |
-| never took part | the same for candidates that never took part, for the rounds of a site: the control to lose |
-| at all | AUROC of sites against candidates that never took part, over all rounds |
-| loss, loss of round 0 | of the server's model, and of its initial model, on the attacker's rows, in nats |
-| epsilon | of a row, from the sites' ledgers; none for rows in the clear |
+| in a round | AUROC of rounds with a site versus rounds without it, over all sites; 0.5 is a guess |
+| never took part | "in a round" for candidates that never took part, using a site's rounds: the control to lose |
+| at all | AUROC of sites versus candidates that never took part, over all rounds |
+| loss, loss of round 0 | of the server's final and initial models, on the attacker's rows, in nats |
+| epsilon | per record, from the sites' ledgers; none for runs without noise |
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """Return the requirements: rows of the sites and of the attacker; the base."""
+    """Return the requirements: rows for the sites and the attacker, and the base."""
     return [data.DataRequirement(settings["data"], ("train", "test")), *data.list_base_requirements(settings)]
 
 
@@ -72,12 +73,12 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[
 
 @dataclass(frozen=True)
 class _Cut:
-    """Rows, all different.
+    """The rows of the sites and the attacker, all distinct.
 
     Attributes:
-        trained: rows of each site.
-        held: the attacker's rows, of each site and of candidates that never take part.
-        nobody: the attacker's rows of no candidate.
+        trained: each site's rows.
+        held: the attacker's rows for each candidate, including those that never take part.
+        nobody: the attacker's rows that match no candidate.
     """
 
     trained: Mapping[str, Examples]
@@ -86,7 +87,7 @@ class _Cut:
 
     @classmethod
     def of(cls, examples: Examples, settings: Mapping[str, Any], seed: int, alike: bool) -> _Cut:
-        """Draw rows of one kind for each candidate and for no candidate; from all rows alike, if `alike` is set."""
+        """Draw rows of one kind for each candidate, and rows for none; with `alike`, draw from all rows at random."""
         sites = [f"site-{i:02d}" for i in range(settings["clients"])]
         names = [*sites, *(f"absent-{i:02d}" for i in range(settings["absent"])), _NOBODY]
         size, known = settings["rows_a_site"], settings["rows_known"]
@@ -155,5 +156,5 @@ def _measured(
 
 
 def _area(scores: np.ndarray, truth: np.ndarray) -> float:
-    """Return the area for rounds with a site against rounds without; 0.5 if it was in all, which tells nothing."""
+    """Return the AUROC for rounds with a site versus those without it; 0.5 if it was in all, as that shows nothing."""
     return area_under_roc(scores[truth], scores[~truth]) if 0 < truth.sum() < truth.size else 0.5

@@ -1,16 +1,16 @@
-"""Infer which sites have more rows of a kind from the server's observations of a run, for each row of the table.
+"""Infer, from what the server observed in a run, which sites have more rows with a property, for each table row.
 
-Sites have equally many rows, and evenly spread shares of rows with the property. The attacker has as many
-rows with the property as without, from no site. "meaningless" in a row of the preset uses another property: the parity
-of a hash of the row, which no model can learn; there the attack must lose.
+Sites have equal row counts, and evenly spaced shares of rows with the property. The attacker has as many rows with the
+property as without it, from no site. "meaningless" in a row of the preset uses a different property: the parity of a
+hash of the row, which no model can learn; there the attack must fail.
 
 | column | meaning |
 |---|---|
-| concordance | share of correctly ordered pairs of sites with different shares; 0.5 is a guess |
-| of the first round | the same from one round's messages |
-| members | AUROC of `alignment` on rows of a site against rows of none, of the same kind; mean of kinds and sites |
-| loss, loss of round 0 | of the server's model, and of its initial model, on rows of no site, in nats |
-| epsilon at delta ..., were its noise not seeded | of a row, as the sites' ledgers would have it; of plain steps none |
+| concordance | fraction of pairs of sites with different shares that are ordered correctly; 0.5 is a guess |
+| of the first round | concordance from one round's messages |
+| members | AUROC of `alignment` on a site's rows versus rows of the same kind from no site; mean over kinds and sites |
+| loss, loss of round 0 | of the server's final and initial models, on rows that no site has, in nats |
+| epsilon at delta ..., were its noise not seeded | per record, as sites' ledgers would have it; none without noise |
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """Return the requirements: rows of the sites and of the attacker; the base."""
+    """Return the requirements: rows for the sites and the attacker, and the base."""
     return [data.DataRequirement(settings["data"], ("train", "test")), *data.list_base_requirements(settings)]
 
 
@@ -74,7 +74,7 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[
 
 
 _SEEDED = {"run.deterministic": True}
-_FEWEST, _ASKED = 3, 16  # rows of a kind that membership is asked of
+_FEWEST, _ASKED = 3, 16  # minimum and maximum rows of a kind for the membership attack
 
 
 def _method(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,11 +83,11 @@ def _method(row: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Rows of the sites and of the attacker, all different.
+    """The rows of the sites and the attacker, all distinct.
 
     Attributes:
-        shares: each site's fraction of rows that have the property.
-        having, lacking: the attacker's rows.
+        shares: the fraction of each site's rows that have the property.
+        having, lacking: the attacker's rows with and without the property.
     """
 
     sites: Mapping[str, Examples]
@@ -97,7 +97,7 @@ class _Cut:
 
     @classmethod
     def of(cls, examples: Examples, settings: Mapping[str, Any], seed: int, meaningless: bool) -> _Cut:
-        """Give the sites, in random order, evenly spread shares from `settings["least_share"]` to as far below 1."""
+        """Give the sites, in random order, evenly spaced shares from s to 1 - s; s = `settings["least_share"]`."""
         count, size = settings["clients"], settings["rows_a_site"]
         stream = rng.RandomStream.derive(bytes(32), seed, "", "sites")
         pools: dict[bool, list[Example]] = {True: [], False: []}
@@ -169,12 +169,12 @@ def _ordered(found: Sequence[inference.PropertyScore], shares: Mapping[str, floa
 def _members(
     view: AdversaryView, knowledge: AdversaryKnowledge, rows: Mapping[str, Rows], known: tuple[Rows, Rows], cut: _Cut
 ) -> float:
-    """Score membership. A site's rows with the property come first. A kind with fewer than three rows is left out."""
+    """Score membership. A site's rows with the property come first. A kind with fewer than three rows is skipped."""
     attack = AlignmentAttack()
     shared, areas = SharedGradientScorer([attack]), []
     for site in view.sites:
         first = round(cut.shares[site] * len(rows[site]))
-        held = list(rows[site])  # the same objects for every question
+        held = list(rows[site])  # the same objects for each query
         for mine, others in zip((held[:first][:_ASKED], held[first:][:_ASKED]), known, strict=True):
             if len(mine) >= _FEWEST:
                 scores = [

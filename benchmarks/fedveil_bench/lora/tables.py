@@ -1,4 +1,4 @@
-"""Shared code of the presets of this folder: convert the seeds' numbers, by row and metric, to a table."""
+"""Code shared by the presets in this folder: convert the seeds' numbers, by row and metric, to a table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Answers = Sequence[Mapping[str, Mapping[str, float]]]
 
 
 def build_outcome(answers: Answers, settings: Mapping[str, Any], said: Sequence[str] = ()) -> BenchOutcome:
-    """Return a row for each answer of the seeds, and the preset's claims; `said` precedes their sentences."""
+    """Return a table with a row for each row in the seeds' answers, and the preset's claims, preceded by `said`."""
     figures = {
         name: {
             m: resampling.over_seeds([resampling.from_constant(answer[name][m]) for answer in answers]) for m in metrics

@@ -1,1 +1,1 @@
-"""The same work in the peers' own programs."""
+"""Presets that run the same work in peer systems' own programs."""

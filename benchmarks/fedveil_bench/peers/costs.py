@@ -1,4 +1,4 @@
-"""The results of a run of the comparison: its loss, its costs, and the server's observations."""
+"""The results of one run in the comparison: loss, costs, and what the server observed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedveil_bench.process_monitor.usage import ProcessUsage, classify_program
 
 T = TypeVar("T")
 COSTS = ("s a round", "s", "MB up", "MB down", "server MB", "site MB")
-TIMEOUT = 3600.0  # seconds of one run
+TIMEOUT = 3600.0  # seconds allowed for one run
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class PeerRun:
     """The result of one run.
 
     Attributes:
-        scores: values by the names of the table in e2e.py.
-        seen: what the server sees of each upload: "A and B", "A alone" or "B alone".
+        scores: values by the metric names in e2e.py.
+        seen: what the server sees in each upload: "A and B", "A alone" or "B alone".
     """
 
     scores: Mapping[str, float]
@@ -30,7 +30,7 @@ class PeerRun:
 
 @dataclass(frozen=True)
 class PeerCosts:
-    """The costs of a run: its seconds, bytes up and down, peak MB of server and site."""
+    """The costs of a run: seconds, bytes up and down, and peak MB of server and site."""
 
     whole: float
     up: int
@@ -39,7 +39,7 @@ class PeerCosts:
     site_mb: float
 
     def scores(self, loss: float, seconds: Sequence[float]) -> dict[str, float]:
-        """Return the scores with the loss, and the seconds of each round. Raises ConfigError for a single round."""
+        """Return the scores, including the loss and the seconds per round. Raises ConfigError for a single round."""
         if len(seconds) < 2:
             raise ConfigError(f"run.rounds: expected at least 2, because the first is not timed, found {len(seconds)}")
         values = (sum(seconds[1:]) / len(seconds[1:]), self.whole, self.up / 1e6, self.down / 1e6)
@@ -50,9 +50,9 @@ def measure_costs(federation: Any, server: str, site: str, run: Callable[[], T])
     """Return what `run` returns, and what it cost.
 
     Args:
-        federation: a federation with the processes of both names, and a relay between them.
-        server, site: the processes whose memory is watched.
-        run: a complete run, from its submission.
+        federation: a federation that has both processes, and a relay between them.
+        server, site: names of the processes whose memory is watched.
+        run: performs a complete run, starting with its submission.
     """
 
     def memory(name: str) -> ProcessUsage:
@@ -67,5 +67,5 @@ def measure_costs(federation: Any, server: str, site: str, run: Callable[[], T])
 
 
 def _peak(usage: ProcessUsage) -> float:
-    """Return the maximum MB at one time of all watched processes."""
+    """Return the maximum MB that all watched processes used at one time."""
     return max(sum(by_kind.values()) for _, by_kind in usage.timeline)

@@ -1,15 +1,15 @@
-"""FedVeil and its peers at the same work: E2E with LoRA on the same base, rows by site, steps, rounds and optimizer.
+"""FedVeil and its peers on the same work: E2E with LoRA and the same base, rows per site, steps, rounds, optimizer.
 
-Each run has a separate federation on this machine. For every peer, FedVeil scores the server's last factors on the
+Each run has a separate federation on this machine. For every peer, FedVeil scores the server's final factors on the
 same test rows.
 
-| metric | |
+| metric | meaning |
 |---|---|
 | loss | of the server's model, nats per token |
-| s a round | at the server, all except the first; FedVeil's without its scoring and checkpoint, which peers lack |
-| s | the whole run, from its submission; the federation runs already |
+| s a round | at the server, without the first round; for FedVeil, without scoring and checkpoints (peers have none) |
+| s | the whole run, from its submission; the federation is already running |
 | MB up, MB down | all traffic between sites and server, including TLS and heartbeats (process_monitor/relay.py) |
-| server MB, site MB | maximum PSS at one time of all processes of the server, of one site |
+| server MB, site MB | maximum PSS at one time of all processes of the server, and of one site |
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 FLOWER, BEFORE = "Flower FedAvg", "before training"
 PEERS = (FLOWER, NVFLARE)
-_SITE, _SERVER = "site-0", "superlink"  # their memory is watched
+_SITE, _SERVER = "site-0", "superlink"  # the processes whose memory is watched
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """Return a row for each system, over the seeds.
 
     Raises:
-        ConfigError: no launcher, settings that a peer does not support, or a run that did not complete.
+        ConfigError: there is no launcher, a peer does not support the settings, or a run did not complete.
     """
     seeds = [SharedInputs(settings, seed, options) for seed in range(options.seeds or settings["seeds"])]
     if options.launch is None:
@@ -101,7 +101,7 @@ def _stock(
 def _run(
     app: Path | None, config: Mapping[str, Any], data: Path | None, settings: Mapping[str, Any], options: BenchOptions
 ) -> PeerCosts:
-    """Run `app`, or FedVeil, in a separate federation; stock Flower has its own programs and waits."""
+    """Run `app`, or FedVeil, in a separate federation; stock Flower has its own programs and waiting times."""
     launch = options.launch
     sites = [launch.LocalSite(f"site-{i}", data) for i in range(settings["sites"])]
     with insert_relay(launch.LocalDeployment, TcpRelay)(sites, own_waits=app is not None) as federation:
@@ -114,10 +114,10 @@ def _run(
 
 
 def build_outcome(done: Mapping[str, Sequence[PeerRun]], settings: Mapping[str, Any], note: str = "") -> BenchOutcome:
-    """Rows and verdicts of the runs, by system and seed; a peer's better figures are stated as claims are.
+    """Return the rows and verdicts for the runs, by system and seed; figures where a peer is better are stated too.
 
     Args:
-        note: on NVFlare's environment; there is no claim on an omitted peer.
+        note: a sentence about NVFlare's environment; there is no claim about an omitted peer.
     """
     figures = {label: figures_of([run.scores for run in runs]) for label, runs in done.items()}
     rows = []

@@ -1,6 +1,7 @@
-"""The peers' Python environments, because FedVeil's own has none of their programs.
+"""The peers' Python environments, because FedVeil's own does not contain their programs.
 
-A variable names the Python of such an environment; if it is not set, the table omits the peer's row and says so.
+An environment variable names each peer's Python interpreter; if the variable is not set, the table omits that peer's
+row and says so.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from pathlib import Path
 from fedveil.errors import ConfigError
 from fedveil_bench import folders
 
-_READY = 180.0  # seconds of an import
-_HOWTO = "see benchmarks/README.md for how to make one"
+_READY = 180.0  # seconds allowed for an import
+_HOWTO = "see benchmarks/README.md for how to create one"
 _PROBE = """
 import importlib, json, sys
 from importlib.metadata import version
@@ -31,10 +32,10 @@ class PeerPackage:
     """A program with a separate environment.
 
     Attributes:
-        name: name of its row.
-        variable: the variable that names the environment's Python.
-        folder: folder with its requirements.txt.
-        imports: modules that must exist there; the first is the program.
+        name: the name of its row.
+        variable: the environment variable that names its Python interpreter.
+        folder: the folder with its requirements.txt.
+        imports: modules that must be importable there; the first one is the program.
     """
 
     name: str
@@ -48,8 +49,8 @@ class PeerEnvironment:
     """A peer's Python environment.
 
     Attributes:
-        python: its Python; None = there is none, and the row is omitted.
-        said: a sentence on faults, "" if there are none.
+        python: its Python interpreter, or None if there is none, so the row is omitted.
+        said: a sentence about problems; "" if there are no problems.
     """
 
     python: Path | None
@@ -57,7 +58,7 @@ class PeerEnvironment:
 
 
 def find_environment(peer: PeerPackage, variables: Mapping[str, str]) -> PeerEnvironment:
-    """Return the environment that the peer's variable names, after a trial import. No sentence names a path."""
+    """Return the environment named by the peer's variable, after a trial import. No sentence contains a path."""
     expected, program = parse_pins((folders.find_folder(peer.folder) / "requirements.txt").read_text()), peer.imports[0]
     out = (
         f"{peer.name} is left out: {peer.variable}: expected the Python of an environment with {program.split('.')[0]}"
@@ -84,7 +85,7 @@ def find_environment(peer: PeerPackage, variables: Mapping[str, str]) -> PeerEnv
 
 
 def parse_pins(text: str) -> dict[str, str]:
-    """Return the versions that a requirements.txt pins. Raises ConfigError for a line that pins none."""
+    """Return the versions pinned in a requirements.txt. Raises ConfigError for a line that does not pin a version."""
     lines = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
     for line in lines:
         if line.count("==") != 1:
@@ -93,7 +94,7 @@ def parse_pins(text: str) -> dict[str, str]:
 
 
 def list_differences(expected: Mapping[str, str], versions: Mapping[str, str]) -> str:
-    """Return packages installed in another version than expected; a build ("+cpu") does not count."""
+    """Return the packages whose installed version differs from the expected one; build tags ("+cpu") are ignored."""
     return ", ".join(
         f"{name} {versions[name]} in place of {version}"
         for name, version in expected.items()
@@ -102,5 +103,5 @@ def list_differences(expected: Mapping[str, str], versions: Mapping[str, str]) -
 
 
 def select_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return this environment's variables for a peer: none that leads Python to FedVeil's packages."""
+    """Return this environment's variables for a peer, minus any pointing Python to FedVeil's packages."""
     return {key: value for key, value in variables.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV", "FLWR_"))}

@@ -1,7 +1,7 @@
-"""NVIDIA FLARE at the same work: stock_nvflare/ is the job, and runs in a separate environment.
+"""NVIDIA FLARE on the same work: stock_nvflare/ is the job, and runs in a separate environment.
 
-Server and sites are provisioned, with keys and mutual TLS,
-and started by the scripts of their startup kits: each has one permanent process, and one for each job.
+The server and sites are provisioned, with keys and mutual TLS, and started with the scripts in their startup kits: each
+has one permanent process, and one more per job.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from fedveil_bench.runner import BenchOptions
 NVFLARE, VARIABLE = "NVFlare FedAvg", "FEDVEIL_NVFLARE_PYTHON"
 JOB = "peers/stock_nvflare"
 _USER, _SERVER, _SITE = "lead@bench.org", "localhost", "site-0"
-_STORES = "/tmp/nvflare/"  # the folder in its template
+_STORES = "/tmp/nvflare/"  # the folder named in its template
 _READY, _PREPARED = 180.0, 300.0
 PEER = environments.PeerPackage(NVFLARE, VARIABLE, JOB, ("nvflare.recipe", "peft", "torch", "transformers"))
 
 
 def build_project(port: int, relay: int, sites: int) -> str:
-    """Return NVFlare's description of a federation, in JSON, which is YAML; its default scheme would be HTTP.
+    """Return NVFlare's description of a federation, as JSON, which is valid YAML; its default scheme would be HTTP.
 
     Args:
-        port: port of the server.
-        relay: the port at which sites reach it.
+        port: the server's port.
+        relay: the port through which sites reach the server.
         sites: number of sites.
     """
     server = {"name": _SERVER, "type": "server", "org": "bench", "fed_learn_port": port, "admin_port": port}
@@ -58,12 +58,12 @@ def build_project(port: int, relay: int, sites: int) -> str:
 
 
 def redirect_stores(resources: str, folder: Path) -> str:
-    """Return the server's resources, with jobs and snapshots below `folder`.
+    """Return the server's resources, with jobs and snapshots in `folder`.
 
-    By default all servers on a machine share a folder, and a server first runs what a killed one has left there.
+    By default, all servers on a machine share a folder, and a server first runs any jobs that a killed one left there.
 
     Raises:
-        ConfigError: resources that do not name that folder.
+        ConfigError: the resources do not name that default folder.
     """
     if resources.count(_STORES) != 2:
         raise ConfigError(f"resources.json.default: expected {_STORES} for jobs and for snapshots, found other text")
@@ -71,7 +71,7 @@ def redirect_stores(resources: str, folder: Path) -> str:
 
 
 def variables_of(python: Path, home: Path, threads: int) -> dict[str, str]:
-    """Return the environment of NVFlare's processes: their own Python first, and the same rest as the other peers."""
+    """Return the environment for NVFlare's processes: their own Python first, and the rest as for other peers."""
     return {
         **environments.select_variables(os.environ),
         "PATH": os.pathsep.join([str(python.parent), os.environ.get("PATH", os.defpath)]),
@@ -105,7 +105,7 @@ def run_federation(
 
 
 def parse_job_status(said: str) -> tuple[str, str]:
-    """Return the job's id and status, which are the last line of the console's output."""
+    """Return the job's ID and status, from the last line of the console's output."""
     last = said.strip().splitlines()[-1:] or [""]
     name, _, status = last[0].partition(" ")
     if not status.startswith("FINISHED"):
@@ -114,7 +114,7 @@ def parse_job_status(said: str) -> tuple[str, str]:
 
 
 def parse_notes(text: str, rounds: int, sites: int) -> tuple[list[float], list[str]]:
-    """Return the seconds of each round and the observed uploads. Raises ConfigError if one of them is missing."""
+    """Return the seconds of each round and the observed uploads. Raises ConfigError if any are missing."""
     notes = json.loads(text)
     seconds, seen = notes["seconds"], [describe_factors(names) for names in notes["seen"]]
     if (len(seconds), len(seen)) != (rounds, rounds * sites):
@@ -129,14 +129,14 @@ class NVFlareFederation:
     """NVFlare's server and sites on this machine. No process outlives the `with` block.
 
     Args:
-        launch: `Options.launch`, whose processes and free ports it takes.
-        python: Python of the environment with NVFlare.
+        launch: `BenchOptions.launch`, which provides processes and free ports.
+        python: the Python interpreter of the environment with NVFlare.
         sites: number of sites, "site-0" and so on.
         folder: a new folder for keys, logs and the job.
 
     Attributes:
-        processes: the processes by the names of their startup kits.
-        relay: between sites and server.
+        processes: the processes, by the names of their startup kits.
+        relay: the relay between sites and server.
     """
 
     def __init__(self, launch: Any, python: Path, sites: int, folder: Path) -> None:
@@ -154,7 +154,7 @@ class NVFlareFederation:
             resources = self._kit(_SERVER) / "local" / "resources.json.default"
             resources.write_text(redirect_stores(resources.read_text(), self._folder))
             for name in (_SERVER, *self._sites):
-                # --once: the process itself, without the loop that starts it again after its end.
+                # --once: the process itself, without the loop that restarts it when it ends.
                 script = self._kit(name) / "startup" / "sub_start.sh"
                 self.processes.start(name, ["bash", str(script), "--once"], self._env, cwd=self._folder)
             self.admin("ready", len(self._sites), timeout=_READY)
@@ -170,7 +170,7 @@ class NVFlareFederation:
         self.relay.close()
 
     def export(self, task: Path, out: Path, rounds: int) -> Path:
-        """Return the folder of the job, as created by its job.py."""
+        """Create the job with its job.py, and return its folder."""
         source = self._folder / "source"
         shutil.copytree(folders.find_folder(JOB), source)
         shutil.copy(folders.find_folder("peers/stock_flower") / "tuned" / "training.py", source)

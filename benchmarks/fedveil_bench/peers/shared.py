@@ -1,4 +1,4 @@
-"""The input of every peer as plain files: the same rows by site, initial LoRA factors and settings."""
+"""Input for every peer as plain files: the same rows per site, initial LoRA factors and settings."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from fedveil_bench.common import data
 from fedveil_bench.common.federations import task_of
 from fedveil_bench.runner import BenchOptions
 
-# The section's keys that a peer's training supports too. Any other must have its default.
+# The keys in the train section that the peers' training also supports. All other keys must have their defaults.
 _TAKEN = {"batch_size", "learning_rate", "max_steps", "weight_decay", "received_loss_examples"}
 _BEFORE, _AFTER = "base_model.model.", ".weight"  # around FedVeil's name of a factor in PEFT's name
 
 
 class SharedInputs:
-    """The task of one seed.
+    """The task for one seed.
 
     Args:
-        settings: settings of the preset.
-        seed: seed of the run: it partitions the rows and draws the factors.
-        options: its device is used for scoring.
+        settings: the preset's settings.
+        seed: the run seed, which partitions the rows and draws the factors.
+        options: only the device is used, for scoring.
 
     Attributes:
-        data: the folder of the rows.
-        flat: the run config of FedAvg.
+        data: the folder with the rows.
+        flat: FedAvg's run config.
 
     Raises:
-        ConfigError: no data, or settings that a peer's training does not support.
+        ConfigError: there is no data, or a peer's training does not support the settings.
     """
 
     def __init__(self, settings: Mapping[str, Any], seed: int, options: BenchOptions) -> None:
@@ -67,7 +67,7 @@ class SharedInputs:
         return self._task.evaluate(weights, self._test, generate=False)["loss"]
 
     def read(self, file: Path) -> dict[str, Tensor]:
-        """Return the factors of a peer's server, under FedVeil's names. Raises StateError for others."""
+        """Return the factors from a peer's server, under FedVeil's names. Raises StateError on a mismatch."""
         found = {from_peft(name): tensor for name, tensor in load_file(file).items()}
         if set(found) != set(self._task.spec):
             raise StateError(
@@ -91,7 +91,7 @@ class SharedInputs:
 
 
 def of_peers(config: RunConfig) -> dict[str, Any]:
-    """Return the run config as `task.json` states it. Raises ConfigError for a setting that a peer's training lacks."""
+    """Return the run config for `task.json`. Raises ConfigError for a setting that the peers do not support."""
     train = config.train
     for name, value in type(train)().model_dump().items():
         if name not in _TAKEN and getattr(train, name) != value:
@@ -116,19 +116,19 @@ def of_peers(config: RunConfig) -> dict[str, Any]:
 
 
 def to_peft(name: str) -> str:
-    """Return PEFT's name of a factor, from FedVeil's, "<module>.lora_A"."""
+    """Return PEFT's name for a factor, given FedVeil's, "<module>.lora_A"."""
     return f"{_BEFORE}{name}{_AFTER}"
 
 
 def from_peft(name: str) -> str:
-    """Return FedVeil's name of a factor, from PEFT's. Raises StateError for any other name."""
+    """Return FedVeil's name for a factor, given PEFT's. Raises StateError for any other name."""
     if not (name.startswith(_BEFORE) and name.endswith(_AFTER)):
         raise StateError(f"weights: expected names {_BEFORE}...{_AFTER}, found {name[:80]!r}")
     return name.removeprefix(_BEFORE).removesuffix(_AFTER)
 
 
 def describe_factors(names: Iterable[str]) -> str:
-    """Describe the LoRA factors in a message with these fields; the names are FedVeil's or PEFT's."""
+    """Describe the LoRA factors in a message with these field names, which may be FedVeil's or PEFT's."""
     kinds = {part for name in names for part in name.split(".") if part in ("lora_A", "lora_B")}
     match sorted(kinds):
         case ["lora_A", "lora_B"]:

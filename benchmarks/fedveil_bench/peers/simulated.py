@@ -1,13 +1,13 @@
-"""FedVeil's federation in process and pfl-research's simulator at the same work: many small sites, a small ViT.
+"""FedVeil's in-process federation and pfl-research's simulator on the same work: many small sites, a small ViT.
 
-Each seed has rows, partitioned over the sites, and the same initial weights for both. Each runs alone on the machine,
-in a process of one thread, one after the other; FedVeil scores both final models on the same test rows.
+In each seed, both systems have the same rows per site and the same initial weights. The systems run one after the
+other, each alone on the machine in a process with one thread; FedVeil scores both final models on the same test rows.
 
-| metric | |
+| metric | meaning |
 |---|---|
 | loss, right | of the server's model on the test rows: nats per row; percentage of correct classes |
-| s a round | of all rounds except the first |
-| sites a second | trained in these rounds |
+| s a round | seconds per round, without the first round |
+| sites a second | sites trained per second in these rounds |
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 OURS, BEFORE = "FedVeil", "before training"
 PEER = environments.PeerPackage("pfl-research", "FEDVEIL_PFL_PYTHON", "peers/stock_pfl", ("pfl", "transformers"))
-_TIMEOUT = 1800.0  # seconds of one run
+_TIMEOUT = 1800.0  # seconds allowed for one run
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """Return the required pictures."""
+    """Return the requirement for the images."""
     return [data.DataRequirement(settings["data"], ("train", "test"))]
 
 
 class SimulatedWork:
-    """The work of a seed, for both.
+    """A seed's work, for both systems.
 
     Args:
-        settings: settings of the preset.
-        seed: seed of every draw.
+        settings: the preset's settings.
+        seed: the seed for all random draws.
         folder: an empty folder for the model's config and the peer's input.
 
     Raises:
-        ConfigError: fewer rows than the sites need.
+        ConfigError: there are fewer rows than the sites need.
     """
 
     def __init__(self, settings: Mapping[str, Any], seed: int, options: BenchOptions, folder: Path) -> None:
@@ -78,7 +78,7 @@ class SimulatedWork:
         self.initial: Weights = self._task.initial(rng.initial_stream(seed, "weights"))
 
     def ours(self) -> tuple[Weights, list[float]]:
-        """Return FedVeil's last model, and the seconds of each round."""
+        """Return FedVeil's final model, and the seconds of each round."""
         method = strategies.create_method("fedavg", self._config.method.params)
         exchange, seconds = MessageExchange(method, "fedavg", self._task.spec), list[float]()
         with limit_threads(self._config):
@@ -90,7 +90,7 @@ class SimulatedWork:
         return running.models()["server"], seconds
 
     def peer(self, python: Path) -> tuple[Weights, list[float]]:
-        """Return the same for the peer. Raises ConfigError if it fails, or leaves another model or number of rounds."""
+        """Return the peer's model and seconds. Raises ConfigError if it fails, or its model or round count is wrong."""
         train, folder, rounds = self._config.train, self._folder, self._settings["rounds"]
         task = {
             "seed": self._config.run.seed, "sites": len(self._sites), "rounds": rounds,
@@ -127,7 +127,7 @@ class SimulatedWork:
         return weights, seconds
 
     def scores(self, weights: Weights, seconds: Sequence[float] = ()) -> dict[str, float]:
-        """Return the metrics of a run, or without `seconds` those of the untrained model."""
+        """Return a run's metrics or, without `seconds`, those of the untrained model."""
         found = self._task.evaluate(weights, self._test, generate=False)
         scores = {"loss": found["loss"], "right": 100 * found["accuracy"]}
         if seconds:
@@ -137,7 +137,7 @@ class SimulatedWork:
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return a row for each, over the seeds; without pfl-research's environment, only FedVeil's."""
+    """Return a row for each system, over the seeds; without pfl-research's environment, only FedVeil's."""
     environment = environments.find_environment(PEER, os.environ)
     if environment.said:
         options.say(environment.said)
@@ -158,7 +158,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 def build_outcome(
     done: Mapping[str, Sequence[Mapping[str, float]]], settings: Mapping[str, Any], note: str = ""
 ) -> BenchOutcome:
-    """Return rows and verdicts. `note`: on the peer's environment; there is no claim on an omitted peer."""
+    """Return rows and verdicts. `note` describes the peer's environment; there is no claim about an omitted peer."""
     figures = {name: figures_of(runs) for name, runs in done.items()}
     rows = [
         {"name": name, "metrics": {metric: resampling.compute_interval(figure) for metric, figure in of.items()}}

@@ -1,1 +1,1 @@
-"""Presets of differential privacy: what the accountant charges, and the unit that a guarantee protects."""
+"""Presets for differential privacy: the accountant's charges, and the unit that a guarantee protects."""

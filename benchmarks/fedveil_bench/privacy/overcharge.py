@@ -1,15 +1,15 @@
-"""Compare epsilons of today's accountant with those that the accountant before it charged for the same steps.
+"""Compare the current accountant's epsilons with those that the previous accountant charged for the same steps.
 
-| kind of a case | before | now |
+| kind of case | before | now |
 |---|---|---|
-| noise at the site, Poisson | privacy losses of the pair of the relation | the same |
-| noise in the sum, Poisson | Renyi at whole orders; under replace-one by way of the data set without the row (Mironov
-  2017, Proposition 11) | the dominating pair; z in units of D1, so 1.5 % smaller at the usual fineness |
-| batches of a fixed size | Renyi (Wang, Balle, Kasiviswanathan 2019), at half of z | the joint pair of both orders |
-| a site's own share of noise in a sum of h sites | the epsilon of an unsampled Gaussian that is sqrt(h) times as
-  dear as the sum's | the run's own steps at z / sqrt(h) |
+| noise at the site, Poisson | privacy losses of the relation's pair of distributions | the same |
+| noise in the sum, Poisson | Renyi at integer orders; under replace-one via the data set without the row (Mironov
+  2017, Proposition 11) | the dominating pair; z in units of D1, so 1.5% smaller at the usual fineness |
+| batches of a fixed size | Renyi (Wang, Balle, Kasiviswanathan 2019), at z / 2 | the joint pair of both orders |
+| a site's own share of noise in a sum of h sites | the epsilon of the sum's unsampled Gaussian, with its
+  noise divided by sqrt(h) | the run's own steps at z / sqrt(h) |
 
-"before / now" above 1 is an overcharge that is gone; below 1 the accountant charged too little.
+"before / now" above 1 is an overcharge that has been removed; below 1, the previous accountant charged too little.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ORDERS = [order / 2 for order in (*range(3, 128), 128, 160, 192, 256, 384, 512,
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return a row for each kind of each case in `settings["cases"]`."""
+    """Return a row for each case in `settings["cases"]` and each of its kinds."""
     rows = []
     for case in settings["cases"]:
         for kind in case["kinds"]:
@@ -51,7 +51,7 @@ def list_requirements(settings: Mapping[str, Any]) -> list[DataRequirement]:
 
 
 def compare(case: Mapping[str, Any], kind: str, settings: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the epsilon that was charged for a case before, and that which is charged now."""
+    """Return the epsilons of the previous and the current accountant for a case."""
     n, b, z, steps, delta = case["n"], case["b"], case["z"], case["steps"], case.get("delta", settings["delta"])
     rounding = settings["rounding"]
     relation = Adjacency.ZERO_OUT if "zero-out" in kind else Adjacency.REPLACE_ONE
@@ -80,7 +80,7 @@ def zeroed_in_sum_before(rate: float, z: float, steps: int, delta: float) -> flo
 
 
 def replaced_in_sum_before(rate: float, z: float, steps: int, delta: float) -> float:
-    """Return the same under replace-one: D_a(P, Q) <= (a - 1/2) / (a - 1) D_2a(P, R) + D_2a-1(R, Q)."""
+    """Return that epsilon under replace-one: D_a(P, Q) <= (a - 1/2) / (a - 1) D_2a(P, R) + D_2a-1(R, Q)."""
     doubled = _divergences(rate, z, steps, [2 * order for order in _ORDERS])
     below = _divergences(rate, z, steps, [2 * order - 1 for order in _ORDERS])
     parts = zip(_ORDERS, doubled, below, strict=True)
@@ -88,7 +88,7 @@ def replaced_in_sum_before(rate: float, z: float, steps: int, delta: float) -> f
 
 
 def fixed_before(n: int, b: int, z: float, steps: int, delta: float) -> float:
-    """Return the epsilon of batches of a fixed size under replace-one, by Renyi divergences at half of z."""
+    """Return the epsilon of batches of a fixed size under replace-one, by Renyi divergences at z / 2."""
     from dp_accounting import NeighboringRelation
 
     accountant = RdpAccountant(None, NeighboringRelation.REPLACE_ONE)
@@ -97,7 +97,7 @@ def fixed_before(n: int, b: int, z: float, steps: int, delta: float) -> float:
 
 
 def own_share_before(claimed: float, sites: int, delta: float) -> float:
-    """Return the epsilon of the Gaussian whose noise is that of the claim's own Gaussian, divided by sqrt(sites)."""
+    """Return the epsilon of the Gaussian that has the claim's epsilon, after dividing its noise by sqrt(sites)."""
     low, high = 1e-3, 1e3
     while high / low > 1 + 1e-9:
         middle = math.sqrt(low * high)

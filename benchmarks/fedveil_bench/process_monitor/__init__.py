@@ -1,1 +1,1 @@
-"""Measurements of processes from outside: their CPU time and memory, and the bytes between them."""
+"""Measure processes from the outside: their CPU time and memory, and the bytes exchanged between them."""

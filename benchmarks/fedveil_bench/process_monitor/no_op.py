@@ -1,4 +1,4 @@
-"""Watch rounds that train nothing, of FedVeil and of stock Flower, to find where their seconds go."""
+"""Watch no-op rounds of FedVeil and stock Flower, to find out where the time goes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class NoOpRun:
 
     Attributes:
         seconds: duration of each round except the first.
-        cpu: CPU seconds by kind of process, of each round except the first; for stock Flower the mean of all rounds.
+        cpu: CPU seconds by kind of process for each round except the first; for stock Flower, the mean over all rounds.
         usage: all measurements.
-        payload_bytes: bytes of one message.
+        payload_bytes: payload bytes in one message.
     """
 
     seconds: list[float]
@@ -37,21 +37,21 @@ class NoOpRun:
 
     @property
     def cpu_seconds(self) -> list[float]:
-        """Return the CPU seconds of all kinds together."""
+        """Return the CPU seconds of all kinds of processes together."""
         return [sum(of.values()) for of in self.cpu]
 
 
 @dataclass
 class NoOp:
-    """Rounds of a federation.
+    """Runs no-op rounds in a federation.
 
     Attributes:
         federation: the running federation.
-        folder: folder for the runs.
+        folder: the folder for the runs.
         config: FedVeil's config.
         sites: number of participating sites.
         kind: returns the kind of a watched process.
-        watched: the site whose processes are watched; "" = all processes of the federation.
+        watched: the site whose processes are watched, or "" for all processes of the federation.
     """
 
     federation: Any
@@ -75,7 +75,7 @@ class NoOp:
         )
 
     def stock(self, name: str, rounds: int, payload: int, every: float = 0.1) -> NoOpRun:
-        """Run stock Flower with a payload of that size. Raises ConfigError if it does not complete."""
+        """Run stock Flower with `payload` bytes. Raises ConfigError if it does not complete."""
         out = self.folder / f"{name}.json"
         overrides = {"bytes": payload, "rounds": rounds + 1, "sites": self.sites, "out": str(out)}
         usage, _ = self._watch(folders.find_folder("core/stock_flower"), overrides, None, every)
@@ -85,7 +85,7 @@ class NoOp:
     def _watch(
         self, app: Path | None, overrides: dict[str, Any], rounds: Path | None, every: float
     ) -> tuple[ProcessUsage, list[dict[str, float]]]:
-        """Watch the run; return it with the CPU seconds between the ends of two rounds, which are lines of `rounds`."""
+        """Watch the run; return it with the CPU seconds between the ends of rounds, which are lines in `rounds`."""
         marks: dict[int, dict[str, float]] = {}
         with ProcessUsage(lambda: self.federation.processes.alive(self.watched or None), self.kind, every) as usage:
             ended = self.federation.wait(
@@ -110,14 +110,14 @@ def with_median(values: Sequence[float]) -> dict[str, float]:
 
 
 def held_to(found: Mapping[str, float], at_most: float) -> str:
-    """Return the verdict on whether a mean is within a bound; its whole interval must lie on one side."""
+    """Return a verdict on whether a mean is within a bound, which requires the whole interval to lie on one side."""
     if found["n"] > 1 and found["high"] <= at_most:
         return verdicts.HOLDS
     return verdicts.FAILS if found["n"] > 1 and found["low"] > at_most else verdicts.OPEN
 
 
 def read_rounds(file: Path) -> list[dict[str, Any]]:
-    """Return the rounds of a metrics.jsonl; [] if there is none yet."""
+    """Return the rounds in a metrics.jsonl; [] if there is no such file yet."""
     return (
         [line for line in map(json.loads, file.read_text().splitlines()) if line["round"] >= 0] if file.exists() else []
     )

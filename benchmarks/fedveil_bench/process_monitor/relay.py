@@ -1,4 +1,4 @@
-"""A relay between sites and a server on this machine: it counts bytes, and may cut connections."""
+"""A relay between sites and a server on this machine, which counts bytes and can cut connections."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import Any
 
 
 class TcpRelay:
-    """Forwards bytes between sites and a port of this machine.
+    """Forwards bytes between sites and a port on this machine.
 
     Args:
         server: the server's port.
-        every: interval in seconds at which it cuts each connection in the middle of its transfer; None =
-            never.
+        every: interval in seconds at which each connection is cut in mid-transfer, or None to cut none.
 
     Attributes:
         port: its listening port, on loopback.
-        up, down: bytes from the sites, and to them.
-        cuts: number of connections that it has cut.
+        up, down: bytes from and to the sites.
+        cuts: number of connections cut so far.
     """
 
     def __init__(self, server: int, every: float | None = None) -> None:
@@ -48,7 +47,7 @@ class TcpRelay:
                 site, _ = self._listener.accept()
                 try:
                     server = socket.create_connection(("127.0.0.1", self._server))
-                except OSError:  # the server is not there: neither is the relay
+                except OSError:  # the server is not reachable, so the relay refuses the connection too
                     site.close()
                     continue
                 self._open.add(pair := (site, server))
@@ -81,9 +80,9 @@ class TcpRelay:
 
 
 def insert_relay(federation: Any, make: Callable[[int], TcpRelay]) -> Any:
-    """`federation`, a class, whose sites reach the SuperLink through the relay that `make` puts before its port.
+    """Return a subclass of `federation` whose sites reach the SuperLink through a relay made by `make` for its port.
 
-    Its objects have the relay as `relay`, None before the first site starts.
+    Instances have the relay as `relay`, which is None until the first site starts.
     """
 
     class Relayed(federation):

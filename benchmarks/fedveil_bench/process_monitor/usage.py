@@ -1,4 +1,4 @@
-"""CPU time and memory of processes that come and go, read from outside."""
+"""Read the CPU time and memory of processes that come and go, from the outside."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ PROGRAMS = {
 
 
 def classify_program(command: list[str]) -> str:
-    """Return the kind of a federation's process, from its name and command line; "other" for any other process."""
+    """Return the kind of a process in a federation, from its name and command line; "other" if it is unknown."""
     text = " ".join(command[:6])
     return next((kind for part, kind in PROGRAMS.items() if part in text), "other")
 
 
 def read_command_line(process: psutil.Process) -> list[str]:
-    """Return a process's name and command line; a fork has its own name, but its parent's command line."""
+    """Return a process's name and command line. A fork has its own name, but its parent's command line."""
     return [process.name(), *process.cmdline()]
 
 
 @dataclass
 class WatchedProcess:
-    """One process and its measurements so far. A process that has ended retains its last ones.
+    """One process and its measurements so far. A process that has ended keeps its last measurements.
 
     Attributes:
-        process: the process to read from.
-        kind: its kind, by `Usage.kind`.
-        cpu_seconds: user and system time since it started.
-        mb, peak_mb: resident memory at the last reading, and at most, in 10^6 bytes.
-        high_mb: maximum resident memory since the process began, as Linux counted it; 0 elsewhere.
+        process: the process to read.
+        kind: the process kind, from `ProcessUsage.kind`.
+        cpu_seconds: user and system time since the process started.
+        mb, peak_mb: resident memory at the last reading, and the maximum over all readings, in 10^6 bytes.
+        high_mb: maximum resident memory since the process started, as counted by Linux; 0 on other systems.
     """
 
     process: psutil.Process
@@ -62,13 +62,13 @@ class ProcessUsage:
     """Watches processes while the `with` block runs.
 
     Attributes:
-        find: returns the processes to watch. It is called four times a second, and every process that it returned
-            is watched to its end.
+        find: returns the processes to watch. It is called four times a second, and every returned process is watched
+            until it ends.
         kind: returns the kind of a process, from its name and command line.
         every: seconds between two readings.
-        shared: memory is PSS, for processes that share pages: a sum of RSS would count those once for each process.
-        seen: the processes by their id.
-        timeline: one entry per reading (time.time(), {kind: resident MB of all its processes}).
+        shared: whether to measure PSS, for processes that share pages: summed RSS would count these once per process.
+        seen: the processes, by ID.
+        timeline: one entry per reading: (time.time(), {kind: resident MB of all its processes}).
     """
 
     find: Callable[[], Iterable[psutil.Process]]
@@ -79,7 +79,7 @@ class ProcessUsage:
     timeline: list[tuple[float, dict[str, float]]] = field(default_factory=list)
 
     def __enter__(self) -> Self:
-        self._look()  # processes that already run count from here
+        self._look()  # processes that are already running count from now on
         for seen in self.seen.values():
             _read(seen, self.shared)
         self._before = self._cpu()
@@ -95,26 +95,26 @@ class ProcessUsage:
         self._thread.join()
 
     def cpu_seconds(self) -> float:
-        """Return user and system time of all processes since the block began."""
+        """Return the user and system time of all processes since the block began."""
         return sum(self.cpu_by_kind().values())
 
     def cpu_by_kind(self) -> dict[str, float]:
-        """Return user and system time since the block began, by kind of process."""
+        """Return the user and system time since the block began, by kind of process."""
         return {kind: seconds - self._before.get(kind, 0.0) for kind, seconds in self._cpu().items()}
 
     def _cpu(self) -> dict[str, float]:
-        """Return the CPU seconds of the processes over their whole lives."""
+        """Return the CPU seconds of the processes over their whole lifetimes."""
         found: dict[str, float] = {}
         for seen in list(self.seen.values()):
             found[seen.kind] = found.get(seen.kind, 0.0) + seen.cpu_seconds
         return found
 
     def peaks(self, kind: str) -> list[float]:
-        """Peak resident MB of every process of that kind, as far as the readings caught it."""
+        """Return the peak resident MB of every process of this kind, as seen in the readings."""
         return [seen.peak_mb for seen in list(self.seen.values()) if seen.kind == kind]
 
     def highs(self, kind: str) -> list[float]:
-        """Return the maximum resident MB of every process of that kind, between two readings too; only on Linux."""
+        """Return the maximum resident MB of every process of this kind, even between readings; only on Linux."""
         return [seen.high_mb for seen in list(self.seen.values()) if seen.kind == kind]
 
     def _watch(self) -> None:
@@ -139,7 +139,7 @@ class ProcessUsage:
 
 
 def _read(seen: WatchedProcess, shared: bool) -> None:
-    """Read a process. One that has ended, but whose parent has not yet waited for it, still reports its CPU time."""
+    """Read a process. A process that has ended, but has not been reaped by its parent, still reports its CPU time."""
     seen.mb = 0.0
     with contextlib.suppress(psutil.Error):
         times = seen.process.cpu_times()
@@ -151,10 +151,10 @@ def _read(seen: WatchedProcess, shared: bool) -> None:
 
 
 def high_mb(pid: int | str = "self") -> float:
-    """Return the maximum resident memory of a process so far, by the kernel (VmHWM), in 10^6 bytes.
+    """Return a process's maximum resident memory so far, from the kernel (VmHWM), in 10^6 bytes.
 
     Raises:
-        OSError, IndexError, ValueError: the process is gone, or about to be.
+        OSError, IndexError, ValueError: the process has ended, or is ending.
     """
     return int(Path(f"/proc/{pid}/status").read_text().split("VmHWM:")[1].split()[0]) * 1024 / 1e6
 
@@ -164,7 +164,7 @@ class HeldResources:
     """The resources that a process holds at one moment.
 
     Attributes:
-        rss_mb, pss_mb: resident memory, and the same with shared pages divided among those who share them; 10^6 bytes.
+        rss_mb, pss_mb: resident memory, and the same with shared pages divided among the sharing processes; 10^6 bytes.
         files: open files, sockets and pipes.
         threads: number of its threads.
     """
@@ -176,7 +176,7 @@ class HeldResources:
 
     @classmethod
     def of(cls, process: psutil.Process) -> Self:
-        """Read a process's resources. Raises psutil.Error for a process that has ended."""
+        """Read a process's resources. Raises psutil.Error if the process has ended."""
         with process.oneshot():
             memory = process.memory_full_info()
             return cls(memory.rss / 1e6, memory.pss / 1e6, process.num_fds(), process.num_threads())

@@ -1,1 +1,1 @@
-"""Presets of random binary weights."""
+"""Presets for random binary weights."""

@@ -1,27 +1,27 @@
-"""Accuracy of a ViT by epoch under methods that withhold entries of gradients, and how often entries move.
+"""Measure a ViT's accuracy by epoch, with methods that withhold gradient entries, and how often entries move.
 
-| base | the model starts | its pictures |
+| base | the model starts | the images |
 |---|---|---|
 | scratch | from random weights | unchanged |
 | pre-trained | from weights trained on a public part, which no client has, or from a named folder; with a new random
   head | unchanged |
-| position | from random weights, without position embeddings | faint, with a square whose place is the class. With
-  fixed position embeddings the model cannot see the order of patches, so it is the control that must lose |
+| position | from random weights, without position embeddings | faint, with a square whose position is the class. With
+  fixed position embeddings, the model cannot see the order of patches, so this is the control that must fail |
 
 | metric | meaning |
 |---|---|
-| accuracy | per cent of the test pictures, by the server's model after the last epoch; `curve` holds every epoch |
-| entries moved | mean share of epochs in which an entry of the weights changed |
-| expected | the same by Eq. 13, corrected: 1 - R^N |
+| accuracy | percent of the test images, for the server's model after the last epoch; `curve` has every epoch |
+| entries moved | mean share of epochs in which a weight entry changed |
+| expected | the share according to Eq. 13, corrected: 1 - R^N |
 | count distance | total variation between how often entries moved (`counts`) and Binomial(epochs, 1 - R^N); for locked
   masks, between `counts` and all or nothing |
 
-Intervals are 95 %: for accuracy over test pictures and seeds (see `resampling`), for all other metrics over seeds.
+Intervals are 95%: for accuracy, over test images and seeds (see `resampling`); for all other metrics, over seeds.
 
-The runner works in pieces, one for each base, method and seed (federation.py). It does not repeat a piece that the file
-of pieces has, and several processes can share one file. Bases follow one another, and all methods of a seed run before
-the next seed. If `--minutes` ended the run early, the table says how many trainings it has; methods are then compared
-on the seeds that both have.
+The runner splits work by base, method and seed into pieces (federation.py). Pieces already in the pieces file are
+not repeated, and several processes can share one file. Bases follow one another, and all methods run for one seed
+before the next seed. If `--minutes` ended the run early, the table says how many training runs it has; two methods are
+then compared on the seeds that both have.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from fedveil_bench.random_binary import federation, figures
 from fedveil_bench.random_binary.vit import from_scratch
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
-IN_PIECES = True  # so that --minutes may be asked for
-_TEST = 6  # the name of the draws
+IN_PIECES = True  # so that --minutes is allowed
+_TEST = 6  # names the random draws
 _OF_A_ROW = ("data", "classes", "clients", "epochs", "exchanges", "test_rows", "fields", "model", "config")
 Piece = Mapping[str, Any]
 Settings = Mapping[str, Any]
@@ -57,7 +57,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
     asked = list(_asked(settings, options))
     with tempfile.TemporaryDirectory() as folder:
         vit = from_scratch(settings["model"], settings["classes"], Path(folder) / "vit")
-        # The methods of a base and a seed follow each other.
+        # The methods for a base and a seed run one after another, so caching one start is enough.
         begun = lru_cache(1)(lambda base, seed: federation.prepare_start(settings, vit, base, seed, options))
 
         def measure(base: str, method: str, seed: int) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 def list_requirements(settings: Settings) -> list[data.DataRequirement]:
-    """Return the pictures and the folders of weights that the bases name."""
+    """Return the requirements: the images, and the weight folders that the bases name."""
     named = [of["task.model"] for of in settings["bases"].values() if "task.model" in of]
     return [data.DataRequirement(settings["data"], ("train", "test")), *map(data.DataRequirement, named)]
 
@@ -95,7 +95,7 @@ def _name(settings: Settings, base: str, method: str, seed: int) -> str:
 
 
 def build_outcome(found: Sequence[Piece], settings: Settings, asked: int) -> BenchOutcome:
-    """Build the table of these pieces. `asked`: the number of pieces in the whole table."""
+    """Build the table from these pieces. `asked`: the number of pieces in the complete table."""
     groups: dict[tuple[str, str], dict[int, Piece]] = {}
     for piece in found:
         groups.setdefault((piece["base"], piece["method"]), {})[piece["seed"]] = piece
@@ -158,7 +158,7 @@ def _claims(groups: Mapping[tuple[str, str], Mapping[int, Piece]], settings: Set
 
 
 def _law(settings: Settings, method: str) -> list[float]:
-    """Return the expected shares of entries by the number of epochs in which they move (Eq. 13, corrected)."""
+    """Return the expected share of entries for each number of epochs in which they move (Eq. 13, corrected)."""
     chosen, epochs = settings["methods"][method], settings["epochs"]
     missed = chosen["rate"] ** settings["clients"]
     if "never" in chosen["fields"]:
@@ -172,7 +172,7 @@ def _distance(counts: Sequence[float], law: Sequence[float]) -> float:
 
 
 def _counted(groups: Mapping[tuple[str, str], Mapping[int, Piece]], laws: Mapping[str, Sequence[float]]) -> list[str]:
-    """Describe how far the counts are from their laws, and how often another method's law fits better."""
+    """Describe how far the counts are from their laws, and how often a method's own law fits best."""
     apart, nearest = dict[str, float](), 0
     for (base, method), of in groups.items():
         for seed, piece in of.items() if method in laws else ():

@@ -1,8 +1,8 @@
-"""Run one federation of the accuracy table: one base, one method and one seed.
+"""Run one federation for the accuracy table: one base, one method and one seed.
 
-A seed divides the training pictures into a public part, on which the pre-trained base was trained centrally, and a part
-for the clients. Every method runs the same federation in process from the same weights. A base with a "task.model"
-starts from the weights in that folder of the data, with a new random head.
+A seed divides the training images into a public part, on which the pretrained base is trained centrally, and a part
+for the clients. Every method runs the same in-process federation from the same weights. A base with a "task.model"
+starts from the weights in that data folder, with a new random head.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class FederationStart:
-    """The start that all methods of a base and a seed share.
+    """The starting point shared by all methods for a base and a seed.
 
     Attributes:
         weights: the initial weights.
@@ -51,25 +51,25 @@ class FederationStart:
 
 
 def prepare_start(settings: Settings, vit: Settings, base: str, seed: int, options: BenchOptions) -> FederationStart:
-    """Return the initial weights of a base, and the examples.
+    """Return a base's initial weights, and the examples.
 
     Args:
-        settings: settings of the preset.
-        vit: the task section of the model.
+        settings: the preset's settings.
+        vit: the model's task section.
         base: a name in settings["bases"].
-        seed: seed of every random draw.
-        options: only the device is read.
+        seed: the seed for all random draws.
+        options: only the device is used.
 
     Raises:
-        ConfigError: fewer pictures than the base needs, or a folder with another model than the preset's.
-        TaskError: a folder whose model does not load.
+        ConfigError: there are fewer images than the base needs, or a folder has a different model than the preset's.
+        TaskError: the model in a folder cannot be loaded.
     """
     task, asked = _task(settings, {**vit, "method.name": "random_binary"}, seed, options), settings["bases"][base]
     public, members, test = _parts(settings, asked, task, seed)
     weights: Weights = task.initial(rng.initial_stream(seed, "weights"))
     if public:
         first = task.trainer(task.encode(public), rng.initial_stream(seed, "pre-training"))
-        other = task.initial(rng.initial_stream(seed, "head"))  # the body was trained to fit the first one
+        other = task.initial(rng.initial_stream(seed, "head"))  # new, because the body was trained with the first head
         weights = _new_head(first.train(weights).weights, other)
     if "task.model" in asked:
         found = data.with_model({"task.model": asked["task.model"]})
@@ -93,10 +93,10 @@ def run_row(
 
     | key | meaning |
     |---|---|
-    | curve | per cent of the test pictures that the server's model classifies correctly, at the start and by epoch |
-    | right | one bit for each test picture, after the last epoch: correct or not, packed (base64) |
-    | counts | share of the entries of the weights that moved in 0, 1, ... of the epochs |
-    | upload_bytes | total of all clients |
+    | curve | percent of the test images that the server's model classifies correctly, at the start and by epoch |
+    | right | one bit for each test image, after the last epoch: correct or not, packed (base64) |
+    | counts | share of the weight entries that moved in 0, 1, ... of the epochs |
+    | upload_bytes | total over all clients |
     | seconds | total time |
     """
     started, exchanges = time.perf_counter(), settings["exchanges"]
@@ -132,18 +132,18 @@ def run_row(
 
 
 def unpack_correct(right: str, rows: int) -> list[float]:
-    """Return for each test example 100 if it was classified correctly, else 0."""
+    """Return 100 for each test example that was classified correctly, and 0 for the others."""
     bits = np.unpackbits(np.frombuffer(base64.b64decode(right), np.uint8), count=rows)
     return [100.0 * float(bit) for bit in bits]
 
 
 def _new_head(trained: Weights, other: Weights) -> dict[str, torch.Tensor]:
-    """Return the trained body with another head, because pre-training teaches the features, not the classes."""
+    """Return the trained body with a different head, because pretraining teaches the features, not the classes."""
     return {name: other[name] if name.startswith("classifier.") else w for name, w in trained.items()}
 
 
 def _of_folder(name: str, trained: Weights, other: Weights) -> dict[str, torch.Tensor]:
-    """Like `_new_head`, but raise ConfigError unless the model is the preset's, except for its classes."""
+    """Return `_new_head`'s result. Raises ConfigError unless the model, except for its classes, is the preset's."""
     shapes = ({n: tuple(w.shape) for n, w in of.items() if not n.startswith("classifier.")} for of in (trained, other))
     mine, wanted = shapes
     if apart := sorted(n for n in mine.keys() | wanted.keys() if mine.get(n) != wanted.get(n)):
@@ -156,7 +156,7 @@ def _of_folder(name: str, trained: Weights, other: Weights) -> dict[str, torch.T
 
 
 def _task(settings: Settings, sections: Settings, seed: int, options: BenchOptions) -> ImageClassification:
-    """Return the task of a run config with the preset's settings and `sections` (task and method)."""
+    """Return the task for a run config with the preset's settings and `sections` (task and method)."""
     flat = {
         "task.label-column": "label",
         **settings["config"],
@@ -171,7 +171,7 @@ def _task(settings: Settings, sections: Settings, seed: int, options: BenchOptio
 def _parts(
     settings: Settings, asked: Settings, task: ImageClassification, seed: int
 ) -> tuple[list[Example], list[Example], list[Example]]:
-    """Return the public part, the clients' pictures and the test pictures."""
+    """Return the public part, the clients' images and the test images."""
     folder, members, public = data.find_data_folder(settings["data"]), asked["members"], asked.get("public", 0)
     examples, test = list(task.examples(folder, "train")), list(task.examples(folder, "test")[: settings["test_rows"]])
     if len(examples) < members + public:
@@ -191,6 +191,6 @@ def _parts(
 
 
 def _right(task: ImageClassification, weights: Weights, rows: Rows) -> list[bool]:
-    """Return for each example whether the model classifies it correctly."""
+    """Return, for each example, whether the model classifies it correctly."""
     found = task.predict(weights, rows)
     return [int(p.logits["target"].argmax()) == int(p.wanted) for p in found]

@@ -1,4 +1,4 @@
-"""Figures of the table of accuracy: curves by epoch, and how often entries moved."""
+"""Figures for the accuracy table: curves by epoch, and how often entries moved."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def draw_figure(rows: Sequence[Mapping[str, Any]], laws: Mapping[str, Sequence[float]]) -> bytes:
-    """Draw a PNG: a panel of accuracy by epoch for each base, and one of counts for the base with the most `laws`.
+    """Draw a PNG: an accuracy panel by epoch for each base, and a counts panel for the base with the most `laws`.
 
     Args:
         rows: rows with base, method, curve (an interval for each epoch) and counts.
@@ -23,7 +23,7 @@ def draw_figure(rows: Sequence[Mapping[str, Any]], laws: Mapping[str, Sequence[f
         panel = canvas.add_subplot(1, len(bases) + 1, at, title=base, xlabel="epoch", ylabel="accuracy, %")
         for row in (row for row in rows if row["base"] == base):
             panel.plot([point["mean"] for point in row["curve"]], label=row["method"], marker=".")
-            low = [max(0.0, point["low"]) for point in row["curve"]]  # t over few seeds reaches beyond what can be
+            low = [max(0.0, point["low"]) for point in row["curve"]]  # with few seeds, t may give impossible values
             high = [min(100.0, point["high"]) for point in row["curve"]]
             panel.fill_between(range(len(row["curve"])), low, high, alpha=0.12)
         panel.legend(fontsize=8)
@@ -38,7 +38,7 @@ def draw_figure(rows: Sequence[Mapping[str, Any]], laws: Mapping[str, Sequence[f
     for i, row in enumerate(shown):
         places = range(len(row["counts"]))
         beside = [k + 0.06 * (i - len(shown) / 2) for k in places]
-        # Rings: a law that is zero between two counts has no line.
+        # Rings, because a law that is zero between two counts cannot be drawn as a line.
         panel.scatter(
             beside, [share or math.nan for share in laws[row["method"]]], facecolors="none", edgecolors=f"C{i}", s=60
         )

@@ -1,4 +1,4 @@
-"""Time to mask, pack and unpack a gradient in one process with one thread, compared with a copy of the same bytes.
+"""Measure masking, packing and unpacking a gradient in one process with one thread, compared with copying its bytes.
 
 | row | measured |
 |---|---|
@@ -6,7 +6,7 @@
 | copy | `torch.clone` of the gradient |
 
 `cpu seconds` counts the process's own time, which other load on the machine affects less than wall-clock time.
-`copies` is the time divided by that of the copy in the same repeat. With `--device cuda` the gradient is on the GPU,
+`copies` is the time divided by the copy's time in the same repeat. With `--device cuda` the gradient is on the GPU,
 and its mask is drawn there.
 """
 
@@ -25,7 +25,7 @@ from fedveil.testing.tensor_ops import expand_mask, pack_masked, unpack_masked
 from fedveil_bench.common import seeds
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
-_MOST_COPIES = 3.0  # on a GPU: a mask drawn, packed and unpacked
+_MOST_COPIES = 3.0  # maximum time on a GPU to draw, pack and unpack a mask, in multiples of a copy
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
@@ -49,7 +49,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 def _in_copies(found: dict[str, dict[str, list[float]]]) -> list[str]:
-    """Describe each rate's steps as multiples of a copy on the GPU."""
+    """Describe the time of each rate's steps as multiples of a copy on the GPU."""
     said = []
     for name, metrics in found.items():
         if name == "copy":
@@ -71,7 +71,7 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
     gradient = torch.randn(count, generator=torch.Generator().manual_seed(seed)).to(device)
     rows: dict[str, dict[str, list[float]]] = {}
     if device == "cuda":
-        for rate in settings["rates"]:  # the first use compiles, and R = 0.5, where nothing ties, its own
+        for rate in settings["rates"]:  # the first use compiles; R = 0.5, which has no ties, compiles separately
             _masked(gradient, rate, bytes(32))
         gradient.clone()
     for repeat in range(settings["repeats"]):

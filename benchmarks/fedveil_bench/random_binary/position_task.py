@@ -1,4 +1,4 @@
-"""Pictures whose class is the position of a square: a ViT without position embeddings cannot learn it."""
+"""Images whose class is the position of a square, which a ViT without position embeddings cannot learn."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from fedveil.data.image_decoding import decode_image
 
 _COLOUR = (255, 0, 255)
 _GREY = (128, 128, 128)
-_CONTRAST = 0.1  # of the picture behind the square: at 1, 300 steps learn nothing of the square's place
+_CONTRAST = 0.1  # of the image behind the square: at 1, the square's position is not learned in 300 steps
 
 
 def mark_positions(examples: Sequence[Example], classes: int, grid: int, seed: int) -> list[Example]:
-    """Make each picture in the column `image` almost gray, with one of its first `classes` cells covered.
+    """Make each image in the column `image` almost gray, and cover one of its first `classes` cells.
 
     The index of the covered cell in the grid x grid, counted by rows from the upper left, becomes the `label`; it is
-    drawn from `seed`. If `grid` is image_size / patch_size of a ViT, cells are its patches, and pictures of all classes
-    have the same patches in another order.
+    drawn from `seed`. If `grid` is a ViT's image_size / patch_size, cells are its patches, and images of all classes
+    have the same patches in a different order.
     """
     drawn = random.Random(seed)
     return [_covered(example, drawn.randrange(classes), grid) for example in examples]
@@ -43,5 +43,5 @@ def _covered(example: Example, cell: int, grid: int) -> Example:
 
 
 def without_positions(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Set the position embedding to zeros: the ViT's answers then do not depend on the order of patches."""
+    """Set the position embedding to zeros, so that the ViT's output does not depend on the order of patches."""
     return {name: torch.zeros_like(w) if "position_embeddings" in name else w for name, w in weights.items()}

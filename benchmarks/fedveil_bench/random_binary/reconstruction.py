@@ -1,24 +1,24 @@
 """Reconstruct images from one client's gradients: closed forms, and matching by an adversary that knows the mask.
 
-Every image (or batch of images) is a site of its own in a federation in process. The adversary reads the server's
-captured messages, and knows the model at the broadcast weights and the labels. Rows of a result:
+Every image (or batch of images) is a separate site in an in-process federation. The adversary reads the server's
+captured messages, and knows the labels and the model with the broadcast weights. Rows in a result:
 
-| row | what |
+| row | meaning |
 |---|---|
-| mean image | the mean of other pictures of the same data: the best guess of an adversary that saw no message |
-| <case> | one attack on one method on one model, over all images of all seeds |
+| mean image | the mean of other images from the same data: the best guess of an adversary that saw no messages |
+| <case> | one attack on one method and one model, over all images in all seeds |
 
 PSNR is computed per image on values in [-1, 1]. "recovered" is the share of images above 30 dB. "read" is the share of
-seeds with such an image: a search succeeds or fails as a whole, so a mean of a few values in dB says little (see
-`shares`). A seed draws the model's weights and has images of its own; intervals are 95 %, over images and seeds
-(`resampling`). A case with `seeds` uses only the first seeds; a case with `expect` ends with a sentence:
+seeds with a recovered image: a search succeeds or fails as a whole, so the mean of a few dB values says little (see
+`shares`). Each seed draws the model's weights and has its own images; intervals are 95%, over images and seeds
+(`resampling`). A case with `seeds` uses only the first seeds; a case with `expect` gets a verdict:
 
 | expect | tests that |
 |---|---|
 | recovered | PSNR is above 60 dB |
-| fails | PSNR is below that of the mean image, image by image |
-| read | the image is read on more than `share` of the seeds |
-| hidden | images are read on less than `share` of the seeds |
+| fails | PSNR is below the mean image's PSNR, image by image |
+| read | an image is read in more than `share` of the seeds |
+| hidden | an image is read in less than `share` of the seeds |
 """
 
 from __future__ import annotations
@@ -65,24 +65,24 @@ from fedveil_bench.random_binary.vit import from_scratch
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _LOW, _HIGH = -1.0, 1.0
-_RECOVERED = 30.0  # dB: from here on nobody takes the picture for another one
-_EXACT = 60.0  # dB: off by less than a grey level of 256
-_SHOWN = 8  # images of a contact sheet's row
-_ROWS = 6  # the name of the draws
-_SMALLEST = 11  # pixels a side that SSIM's window needs
+_RECOVERED = 30.0  # dB: above this, the image is unmistakable
+_EXACT = 60.0  # dB: off by less than one of 256 gray levels
+_SHOWN = 8  # images in a row of the contact sheet
+_ROWS = 6  # names the random draws
+_SMALLEST = 11  # minimum pixels per side for SSIM's window
 
 Images = Tensor  # (images, channels, height, width)
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """Return the data that is needed: only test pictures."""
+    """Return the requirement: only test images."""
     return [data.DataRequirement(settings["data"], ("test",))]
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Run each case of `settings["cases"]` not in `settings["skip"]` on every seed's images; add a contact sheet."""
+    """Run each of `settings["cases"]` not in `settings["skip"]` on every seed's images; add a contact sheet."""
     settings["cases"] = [case for case in settings["cases"] if case["name"] not in settings.get("skip", [])]
-    settings["seeds"] = options.seeds or settings["seeds"]  # the mean image leaves out the images of them all
+    settings["seeds"] = options.seeds or settings["seeds"]  # the mean image excludes the images of all seeds
     answers: list[dict[str, Any]] = seeds.run_seeds(__name__, settings, options)
     rows: list[dict[str, Any]] = []
     figures: dict[str, dict[str, ResampledMetric]] = {}
@@ -110,7 +110,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 def list_verdicts(
     cases: Sequence[Mapping[str, Any]], figures: Mapping[str, Mapping[str, ResampledMetric]]
 ) -> list[str]:
-    """Return a sentence on each case with `expect`, corrected for the number of cases.
+    """Return a sentence about each case with `expect`, corrected for the number of cases.
 
     Raises:
         ConfigError: a case has an unknown `expect`.
@@ -145,7 +145,7 @@ def _judged(case: Mapping[str, Any], figures: Mapping[str, Mapping[str, Resample
 
 
 def _read(of_case: Mapping[str, ResampledMetric]) -> list[bool]:
-    """Return for each seed whether one of its images is recovered."""
+    """Return, for each seed, whether any of its images is recovered."""
     return [share > 0 for share in of_case["recovered"].seeds]
 
 
@@ -180,7 +180,7 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
 
 
 def _labelled(images: Sequence[Tensor], label: str) -> list[tuple[Tensor, str]]:
-    """Return a row of a sheet, with the label on its first image only."""
+    """Return a row of the contact sheet, with a label on its first image only."""
     return [(image, "" if i else label) for i, image in enumerate(images)]
 
 
@@ -196,7 +196,7 @@ def _scores(
 
 
 class _Target:
-    """The images of one case, each batch at a site of its own, and the model that the sites train."""
+    """The images for one case, with each batch at a separate site, and the model that the sites train."""
 
     def __init__(
         self, settings: Mapping[str, Any], case: Mapping[str, Any], seed: int, folder: Path, options: BenchOptions
@@ -225,14 +225,14 @@ class _Target:
         most = max(settings["images"], *(each.get("batch", 1) for each in settings["cases"]))
         self.width, start = min(_SHOWN, most), seed * most  # images of a sheet's row; the first of the seed's
         self._pictures = [self._at_size(p) for p in task.encode(examples[start : start + count])]
-        last = (settings.get("first_seed", 0) + settings["seeds"]) * most  # none of any seed is in the mean
+        last = (settings.get("first_seed", 0) + settings["seeds"]) * most  # the mean uses no image of any seed
         self.others = self._stacked(
             [self._at_size(p) for p in task.encode(examples[last : last + settings["mean_of"]])]
         )
         self.images = list(self._stacked(self._pictures))
 
     def _at_size(self, picture: ImageExample) -> ImageExample:
-        """Return the picture as the client has it: if `pixels` is set, enlarged from that many a side."""
+        """Return the image as the client has it; if `pixels` is set, enlarged from that many pixels per side."""
         if not self._pixels:
             return picture
         small = self._shrunk(picture.pixels()[None])
@@ -249,12 +249,12 @@ class _Target:
         return torch.stack([picture.pixels() for picture in pictures]).double()
 
     def shown(self, images: Sequence[Tensor]) -> list[Tensor]:
-        """Return the images for a row of the sheet, filled up with blank ones."""
+        """Return the images for a row of the contact sheet, padded with blank images."""
         blank = torch.full_like(images[0], _HIGH)
         return [*images, *[blank] * self.width][: self.width]
 
     def attacked(self) -> tuple[list[Tensor], int, str]:
-        """Return a reconstruction of every image, the mean bytes of an upload, and the attack's own notes."""
+        """Return a reconstruction of every image, the mean bytes per upload, and the attack's own notes."""
         sites = {
             f"site-{i:03d}": self._pictures[i : i + self._batch] for i in range(0, len(self._pictures), self._batch)
         }
@@ -299,7 +299,7 @@ class _Target:
     def _matched(
         self, model: Any, observed: Sequence[ObservedGradient], labels: Tensor, true: Images
     ) -> tuple[list[Tensor], str]:
-        """Reconstruct by gradient matching. `true` is used only to put the images of a batch in order."""
+        """Reconstruct by gradient matching. `true` is used only to order the images in a batch."""
         options = dict(self._matching)
         most, zeros_as_data = options.pop("entries", 0), options.pop("zeros_as_data", False)
         generator = rng.initial_stream(self.seed, "attack").torch_generator()
@@ -321,7 +321,7 @@ class _Target:
 
 
 def _in_order(images: Images, true: Images) -> list[Tensor]:
-    """Put the images of a batch in the order that fits the true ones best, because a sum has no order."""
+    """Put the images in a batch in the order that best matches the true images, because a sum has no order."""
     apart = (images[:, None] - true[None]).square().flatten(2).sum(-1)  # found x true
     found, fits = linear_sum_assignment(apart.cpu().numpy())
     return [images[i] for i in found[np.argsort(fits)]]

@@ -1,4 +1,4 @@
-"""A randomly initialized ViT, which both tables of random binary weights train."""
+"""A randomly initialized ViT, which is trained for both tables of random binary weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import ViTConfig
 
 
 def from_scratch(model: Mapping[str, Any], classes: int, home: Path) -> dict[str, Any]:
-    """Return the task section for a ViT of this configuration. `home` becomes its folder, without weights."""
+    """Return the task section for a ViT with this configuration. `home` becomes its folder, without weights."""
     ViTConfig(**model, num_labels=classes).save_pretrained(home)
     return {
         "task.name": "image-classification",

@@ -1,1 +1,1 @@
-"""Costs of secure aggregation, and attacks on its runs."""
+"""Presets for the costs of secure aggregation, and for attacks on secure runs."""

@@ -1,20 +1,20 @@
 """Attack a secure run and the same run in the clear: what is hidden, what is not, and what remains (the sum).
 
-A row of the result is a view (`run_pair`), or the control to lose: another site's upload of the clear run for
-membership, the mean of other pictures for reconstruction. Figures are AUROC over examples (mean over sites and seeds)
-and PSNR in dB over pictures; intervals are 95 %, by bootstrap.
+Each row of the result is a view (`run_pair`) or the control to lose: another site's upload in the clear run for
+membership, and the mean of other images for reconstruction. Figures are AUROC over examples (mean over sites and
+seeds) and PSNR in dB over images; intervals are 95%, by bootstrap.
 
-A figure is judged by how far it is above its control to lose (0.5, or the mean picture, picture by picture):
+A figure is judged by how far it exceeds its control to lose (0.5, or the mean image, image by image):
 
-| its interval | verdict |
+| the difference's interval | verdict |
 |---|---|
-| is wholly above 0 | won |
-| is not, and contains no gain above the preset's margin | lost |
+| lies entirely above 0 | won |
+| does not, and contains no gain above the preset's margin | lost |
 | any other | not decided |
 
 The verdicts on all views of an attack are corrected together (`common.verdicts`). An attack counts only if its controls
-hold, as there: it wins in the clear, with every mask off, and for a lying server where the broadcast is not in the
-plan, by more than the margin, and not on a wrong site.
+hold: it must win by more than the margin in the clear, with every mask off, and for a lying server when the broadcast
+is not in the plan; and it must not win on a wrong site.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from fedveil_bench.runner import BenchOptions, BenchOutcome
 from fedveil_bench.secagg import on_pictures, on_texts
 from fedveil_bench.secagg.paired_federations import HIDDEN, SEEN, UNHIDDEN
 
-_PICTURES = 6  # the name of the draws
+_PICTURES = 6  # names the random draws
 Figures = dict[str, dict[str, ResampledMetric]]  # by attack, then row
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """Return the data that is needed: texts that sites train on, and held-out pictures."""
+    """Return the requirements: text that sites train on, and held-out images."""
     return [
         data.DataRequirement(settings["texts"]["data"], ("train",)),
         data.DataRequirement(settings["pictures"]["data"], ("test",)),
@@ -96,7 +96,7 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[
 
 
 def judge_attack(mine: ResampledMetric, control: ResampledMetric, margin: float) -> ClaimSentence:
-    """Judge a figure against its control to lose."""
+    """Judge a figure by its control to lose."""
     gain = resampling.subtract_metrics(mine, control)
     won = resampling.p_value(gain) if gain.value > 0 else 1.0
     if won <= common.ALPHA:
@@ -105,7 +105,7 @@ def judge_attack(mine: ResampledMetric, control: ResampledMetric, margin: float)
 
 
 def list_verdicts(figures: Figures, settings: Mapping[str, Any]) -> list[str]:
-    """Return sentences on each attack: its controls, what the secure run hides from it, and what remains."""
+    """Return sentences about each attack: its controls, what the secure run hides from it, and what remains."""
     controls = {attack: _controls(of_rows, settings["margin"]) for attack, of_rows in figures.items()}
     held = iter(common.decide_words([said for of in controls.values() for said in of]))
     words = {attack: [next(held) for _ in of] for attack, of in controls.items()}
@@ -113,14 +113,14 @@ def list_verdicts(figures: Figures, settings: Mapping[str, Any]) -> list[str]:
 
 
 def _lost(figures: Mapping[str, ResampledMetric], margins: Mapping[str, float]) -> tuple[ResampledMetric, float, str]:
-    """Return an attack's figure for the control to lose, the margin above it, and the format of figures."""
+    """Return an attack's figure for the control to lose, the margin above it, and the number format."""
     if on_pictures.MEAN in figures:
         return figures[on_pictures.MEAN], margins["psnr"], ".1f"
     return resampling.from_constant(common.CHANCE), margins["auroc"], ".3f"
 
 
 def _controls(figures: Mapping[str, ResampledMetric], margins: Mapping[str, float]) -> list[ClaimSentence]:
-    """Judge the controls to win and, for membership, the control to lose. The mean picture is chance itself."""
+    """Judge the controls to win and, for membership, the control to lose. The mean image is itself chance level."""
     lost, margin, _ = _lost(figures, margins)
     musts: dict[str, Must] = dict.fromkeys(UNHIDDEN, "won")
     musts[on_texts.WRONG] = "not won"

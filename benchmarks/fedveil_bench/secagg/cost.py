@@ -1,7 +1,7 @@
-"""Measure the costs of secure aggregation: at a site, at the server, on the wire, and over gRPC against a clear run.
+"""Measure the cost of secure aggregation: at a site, at the server, on the wire, and over gRPC versus a clear run.
 
-The keys, shares and signatures of all sites are real, and so is one site's masked vector and the whole unmasking. The
-other sites' vectors are zeros: what the server adds up, rebuilds and takes off does not depend on what is in them.
+The keys, shares and signatures of all sites are real, and so are one site's masked vector and the entire unmasking. The
+other sites' vectors are zeros, because the server's work does not depend on their contents.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _GB = 1e9
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Measure a row for each number of sites, weights and silent sites, one for the masks, and two over gRPC."""
+    """Measure a row per number of sites, weights and silent sites, one row for the masks, and two rows over gRPC."""
     rows = [_masking(settings["weights"][-1])]
     for weights in settings["weights"]:
         for sites in settings["sites"]:
-            for silent in sorted({0, 1, (sites - 1) // 3}):  # no site agrees to a sum with more of them missing
+            for silent in sorted({0, 1, (sites - 1) // 3}):  # sites refuse a sum if more of them are missing
                 if sites - silent >= 3:
                     rows.append(_apart(sites, weights, silent))
                     options.say(json.dumps(rows[-1]))
@@ -66,7 +66,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 def _masking(weights: int) -> dict[str, Any]:
-    """Measure GB of vector per second on one core, for one mask and for converting one vector to integers."""
+    """Measure GB of vector per second on one core, for applying one mask and for converting one vector to integers."""
     torch.set_num_threads(1)
     ring = FixedPointRing(32, 8, 1, 64.0)
     values, vector = torch.randn(weights), np.zeros(weights, ring.dtype)
@@ -82,7 +82,7 @@ def _masking(weights: int) -> dict[str, Any]:
 
 
 def _apart(sites: int, weights: int, silent: int) -> dict[str, Any]:
-    """Measure the row of one size in a process of its own, so that only its own memory is counted."""
+    """Measure the row for one size in a separate process, so that only its own memory is counted."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         found: Mapping[str, float] = pool.apply(measure_attempt, (sites, weights, silent))
@@ -143,8 +143,7 @@ def measure_attempt(sites: int, weights: int, silent: int) -> dict[str, float]:
 
 
 def _agreed(local: InProcessSecureSums, attempt: UnmaskingAttempt) -> tuple[float, float]:
-    """All sites of the list sign it, where a site is missing. Returns what `_opened` returns; zeros if nobody is
-    asked."""
+    """Have all sites in the list sign it, if a site is missing. Returns values like `_opened`; zeros if none sign."""
     attempt.close()
     sizes, seconds = [0], [0.0]
     for site, asked in attempt.agree_requests().items() if attempt.needs_agreement else ():
@@ -158,8 +157,7 @@ def _agreed(local: InProcessSecureSums, attempt: UnmaskingAttempt) -> tuple[floa
 
 
 def _opened(local: InProcessSecureSums, attempt: UnmaskingAttempt) -> tuple[float, float]:
-    """All sites of the list open their shares. Returns the bytes of one's request and answer, and its CPU seconds:
-    medians."""
+    """Have all sites in the list open their shares. Returns medians per site: request and answer bytes, CPU seconds."""
     sizes, seconds = [], []
     for holder, asked in attempt.open_requests().items():
         data = asked.to_bytes()
@@ -200,7 +198,7 @@ def _over_grpc(sites: int, settings: dict[str, Any], options: BenchOptions) -> l
                 raise ConfigError(f"{kind}: expected a completed run, found: {ended.reason}")
             lines = (Path(scratch) / kind / "metrics.jsonl").read_text().splitlines()
             metrics = [m for m in map(json.loads, lines) if m.get("accepted")]
-            seconds = [m["seconds"] for m in metrics][1:]  # the first one waits for the sites' keys
+            seconds = [m["seconds"] for m in metrics][1:]  # the first round waits for the sites' keys
             found = {"seconds_a_round": {**confidence_interval(seconds), "median": statistics.median(seconds)}}
             about = {"upload_bytes": metrics[-1]["upload_bytes"] // sites, "rounds": len(seconds)}
             rows.append({"name": f"over gRPC, {sites} sites, {kind}", "metrics": found, **about})

@@ -1,14 +1,14 @@
-"""Measure what the table of entries costs: FedRand and FedQSN with it, compared with sites that draw for themselves.
+"""Measure the cost of the entry table: FedRand and FedQSN with it, compared with sites drawing their own entries.
 
-A row is a method, a number of sites, and who draws. Its metrics, over seeds:
+Each row is a method, a number of sites, and who draws. The metrics, over seeds:
 
-| metric | is |
+| metric | meaning |
 |---|---|
-| loss | the server's model on test rows after the last round |
-| exposed | fraction of the sums' entries that may be of 1 to min-sites - 1 sites, with as many silent sites as may be |
+| loss | of the server's model on test rows after the last round |
+| exposed | share of sum entries that may come from only 1 to min-sites - 1 sites, with the most silent sites |
 | vector_bytes | a site's masked vector in one round; the same with and without a table |
 | broadcast_bytes | the message to one site in one round |
-| table_bytes | the table that comes with it |
+| table_bytes | the table sent with it |
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ Figures = dict[str, float]
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """The training texts of the sites, and the test texts."""
+    """Return the requirements: the sites' training text, and the test text."""
     return [data.DataRequirement(settings["data"], ("train", "test"))]
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Two rows for each method and number of sites."""
+    """Return two rows for each method and number of sites."""
     rows, verdicts = [], []
     for method, own in settings["methods"].items():
         for sites in settings["sites"]:
@@ -63,7 +63,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 def describe_cost(method: str, sites: int, own: list[Figures], planned: list[Figures]) -> str:
-    """Say what the table changes for one method and number of sites."""
+    """Describe what the table changes for one method and number of sites."""
     loss = confidence_interval([b["loss"] - a["loss"] for a, b in zip(own, planned, strict=True)])
     mean = {name: [statistics.mean(f[name] for f in of) for of in (own, planned)] for name in own[0]}
     shown = f"{loss['mean']:+.3f} [{loss['low']:+.3f}, {loss['high']:+.3f}]"
@@ -78,7 +78,7 @@ def describe_cost(method: str, sites: int, own: list[Figures], planned: list[Fig
 def measure_run(
     settings: Mapping[str, Any], flat: Mapping[str, Any], sites: int, seed: int, planned: bool, options: BenchOptions
 ) -> Figures:
-    """Run a federation and return its figures: with secure aggregation and a table, or without both."""
+    """Run a federation and return its figures, with secure aggregation and a table or with neither."""
     torch.set_num_threads(1)
     config = parse({**flat, "run.seed": seed, "run.deterministic": True, "secure.enabled": planned})
     method = strategies.create_method(config.method.name, config.method.params)
@@ -111,8 +111,8 @@ class CountingExchange(MessageExchange):
     """An exchange that counts, round by round, how many sites send each entry.
 
     Attributes:
-        counts: counts by round and name.
-        table_bytes: size of each site's table in each round.
+        counts: the counts, by round and name.
+        table_bytes: the size of each site's table in each round.
     """
 
     counts: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class CountingExchange(MessageExchange):
         return private, payload, report
 
     def fraction_below(self, fewest: int) -> float:
-        """Return the fraction of all rounds' summed entries that fewer sites sent."""
+        """Return the fraction of all rounds' summed entries that fewer than `fewest` sites sent."""
         every = [count.flatten() for counts in self.counts.values() for count in counts.values()]
         summed = sum(int((n > 0).sum()) for n in every)
         return sum(int(((n > 0) & (n < fewest)).sum()) for n in every) / summed

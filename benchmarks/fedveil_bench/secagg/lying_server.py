@@ -1,20 +1,20 @@
-"""Search for what a server that lies learns of real sites' masked vectors, with a rule and without it.
+"""Search for what a lying server can learn about real sites' masked vectors, with and without the rule against it.
 
-A row is an attack on sites of one number, cohort and c. Its control takes the one rule out that stands against the
-attack; the code as it is plays the same kind of games. All figures are counts, and the same on every machine.
+Each row is an attack with a number of sites, a cohort size and c. The control removes the one rule that prevents the
+attack; the unmodified code plays the same kind of games. All figures are counts, and are the same on every machine.
 
 | attack | the server | rule |
 |---|---|---|
-| two lists | asks sites to sign and to open different lists of one plan | a site signs one list of a plan |
-| other message | shows all but the target a message whose update it knows, under one plan | its digest is in the plan |
+| two lists | asks sites to sign and open different lists for one plan | a site signs only one list per plan |
+| other message | sends all but the target a message with a known update, under one plan | its digest is in the plan |
 
-| metric | is |
+| metric | meaning |
 |---|---|
-| claim | honest vectors that are in every sum, at least |
-| control | the fewest honest vectors in a combination that the control computed; below the claim, the attack is won |
+| claim | minimum number of honest vectors in every sum |
+| control | fewest honest vectors in a combination that the control computed; a value below the claim wins |
 | control_games | games until then |
-| fewest | the same for the code as it is; 0 if it computed none |
-| games | games that were played against it |
+| fewest | fewest honest vectors for the unmodified code; 0 if it computed no combination |
+| games | games played against the unmodified code |
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from fedveil.testing.lying_server_search import (
 from fedveil_bench.common import data
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
-ATTACKS = {"two lists": "one list a plan", "other message": "broadcast not in p"}  # and the rule against each
+ATTACKS = {"two lists": "one list a plan", "other message": "broadcast not in p"}  # the rule against each attack
 
 
 def list_requirements(_settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """Return the data that is needed: none."""
+    """Return no requirements: no data is needed."""
     return []
 
 
@@ -58,7 +58,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 def play_case(attack: str, case: Mapping[str, Any]) -> dict[str, int]:
-    """Play one attack against the control and against the code as it is. Return the metrics of its row."""
+    """Play one attack against the control and against the unmodified code. Return the metrics for its row."""
     sites, colluding, is_poisoned = case["sites"], case["colluding"], attack == "other message"
     scenario = LyingServerScenario(
         sites, colluding, AGAIN if not is_poisoned else ({},), cohorts=case["cohort"], is_poisoned=is_poisoned,
@@ -85,7 +85,7 @@ def describe_case(attack: str, case: Mapping[str, Any]) -> str:
 
 
 def judge_case(name: str, found: Mapping[str, int]) -> str:
-    """Return a sentence: the control is to be won, the code as it is to be lost by the attacker."""
+    """Return a sentence on the outcome: the attacker should win the control, and lose to the unmodified code."""
     claim, control, fewest = found["claim"], found["control"], found["fewest"]
     undefended = f"won, {control} honest" if 0 < control < claim else "not won: the row says nothing"
     defended = "lost" if not fewest or fewest >= claim else "WON"
@@ -99,7 +99,7 @@ def _exact(value: int) -> dict[str, float]:
 
 @contextmanager
 def _quiet_sites() -> Iterator[None]:
-    """Leave out the sites' own lines about thousands of refusals."""
+    """Silence the sites' log lines about thousands of refusals."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

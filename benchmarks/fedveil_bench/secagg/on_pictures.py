@@ -1,7 +1,7 @@
-"""Reconstruct pictures from one site's gradient of a single picture: by the closed form, and by gradient matching.
+"""Reconstruct images from one site's gradient on a single image, by the closed form and by gradient matching.
 
-Each site has one picture, and the server knows its label. PSNR is computed on values in [-1, 1]. On the sum, matching
-searches for the pictures of all sites at once and puts them in the order that fits best, because a sum has no order.
+Each site has one image, and the server knows its label. PSNR is computed on values in [-1, 1]. For the sum, matching
+searches for all sites' images at once and puts them in the best-fitting order, because a sum has no order.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from fedveil_bench.secagg.paired_federations import Seen, run_pair
 
 MEAN = "mean of other pictures"
 _LOW, _HIGH = -1.0, 1.0
-_MOST = 999.0  # dB, of a picture that is exact
-Values = dict[str, dict[str, list[float]]]  # by view, then attack: PSNR of each picture
-Shown = dict[str, list[Tensor]]  # pictures, by view and attack
+_MOST = 999.0  # dB, for an exact image
+Values = dict[str, dict[str, list[float]]]  # by view, then attack: PSNR of each image
+Shown = dict[str, list[Tensor]]  # images, by view and attack
 
 
 def measure_psnr(settings: Mapping[str, Any], seed: int, options: BenchOptions) -> tuple[Values, Shown]:
-    """Measure the PSNR of each picture by "direct inversion" and "gradient matching".
+    """Measure the PSNR of each image by "direct inversion" and "gradient matching".
 
     Returns:
-        PSNR by view and attack, with MEAN for the mean picture; and the pictures.
+        PSNR by view and attack, with MEAN for the mean image; and the images.
     """
     with tempfile.TemporaryDirectory() as folder:
         flat = from_scratch(settings["model"], settings["classes"], Path(folder) / "model")
@@ -56,7 +56,7 @@ def measure_psnr(settings: Mapping[str, Any], seed: int, options: BenchOptions) 
         examples = task.examples(data.find_data_folder(settings["data"]), "test")
         sites = settings["sites"]
         pictures = task.encode(examples[seed * sites : (seed + 1) * sites])
-        last = settings["most_seeds"] * sites  # none of any seed is in the mean
+        last = settings["most_seeds"] * sites  # the mean uses no image of any seed
         others = task.encode(examples[last : last + settings["mean_of"]])
         rows = {f"site-{i}": [picture] for i, picture in enumerate(pictures)}
         exchange = MessageExchange(method, config.method.name, task.spec)
@@ -84,7 +84,7 @@ def _psnr(found: list[Tensor], true: Tensor) -> list[float]:
 
 
 class _Adversary:
-    """An adversary that knows the broadcast model and the labels. `true` is used only to order pictures."""
+    """An adversary that knows the broadcast model and the labels. `true` is used only to order the images."""
 
     def __init__(
         self, task: ImageClassification, matching: Mapping[str, Any], true: Tensor, labels: Tensor, seed: int
@@ -92,7 +92,7 @@ class _Adversary:
         self._task, self._matching, self._true, self._labels, self._seed = task, dict(matching), true, labels, seed
 
     def attacked(self, name: Seen, view: AdversaryView) -> dict[str, list[Tensor]]:
-        """Return each site's picture as reconstructed by each attack."""
+        """Return each site's image as reconstructed by each attack."""
         direct, each = [], []
         for upload in view.uploads():
             answered = view.answered(upload)
@@ -106,7 +106,7 @@ class _Adversary:
             each.append(ObservedGradient(seen.values, seen.seen, weights))
             direct.append(direct_inversion(seen.values, self._model(weights), _LOW, _HIGH))
         matched = [self._matched(one, self._labels[i : i + 1])[0] for i, one in enumerate(each) if name != "sum"]
-        if name == "sum":  # the same in the place of every upload
+        if name == "sum":  # the sum stands in for every upload
             matched = _in_order(self._matched(each[0], self._labels), self._true)
         return {"direct inversion": direct, "gradient matching": matched}
 

@@ -1,6 +1,7 @@
-"""Membership in one site's upload: alignment with it, and the calibrated loss of the client rebuilt from it.
+"""Infer membership from one site's upload: alignment with it, and the calibrated loss of the client rebuilt from it.
 
-A site's examples are scored against held-out examples of the same distribution. Figures are AUROC, mean over the sites.
+A site's examples are compared with held-out examples from the same distribution. Figures are AUROC, averaged over the
+sites.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from fedveil_bench.runner import BenchOptions
 from fedveil_bench.secagg.paired_federations import run_pair
 
 WRONG = "clear, wrong site"
-_MEMBERS, _HELD_OUT = 1, 2  # names of draws; those of a site's members have its number too
+_MEMBERS, _HELD_OUT = 1, 2  # name the random draws; for a site's members, its number is added
 
 
 def measure_alignment(
     settings: Mapping[str, Any], seed: int, options: BenchOptions
 ) -> dict[str, dict[str, ResampledMetric]]:
-    """Return the figures "alignment" and "calibrated" by view, with WRONG for the wrong site."""
+    """Return the figures "alignment" and "calibrated", by view, with WRONG for the wrong site."""
     config = parse(settings["config"] | {"run.seed": seed, "run.deterministic": True})
     task = task_of(TextGeneration, config, options)
     examples = task.examples(data.find_data_folder(settings["data"]), "train")
@@ -65,7 +66,7 @@ class _Adversary:
     def attacked(self, view: AdversaryView, other: int = 0) -> dict[str, ResampledMetric]:
         """Run both attacks on each site's examples.
 
-        With `other`, each is run against the upload of the site that many places further.
+        With `other`, each attack is run against the upload of the site `other` places further on.
         """
         sites, each = list(self._members), dict[str, list[ResampledMetric]]()
         for i, site in enumerate(sites):

@@ -1,15 +1,15 @@
-"""The same federation in the clear and under secure aggregation, with the same seeds, and the views of adversaries.
+"""The same federation in the clear and under secure aggregation, with the same seeds, and the adversaries' views.
 
 | view | adversary | must |
 |---|---|---|
-| clear | the server of the run in the clear | win |
-| as seen | the server of the secure run: masked vectors at face value | lose |
-| own mask off | the same server, after it removed each site's own mask, which it can reconstruct | lose |
-| colluders | the same server with all sites but one: they remove the masks that they share with that one | lose |
+| clear | the server in the clear run | win |
+| as seen | the server in the secure run, which takes masked vectors at face value | lose |
+| own mask off | the same server, after removing each site's own mask, which it can reconstruct | lose |
+| colluders | the same server with all sites but one, after removing the masks that they share with that site | lose |
 | every mask off | none: a control that the secure run's vectors are decoded correctly | win |
-| lying server | shows all other sites zeros, so that it knows their uploads, and subtracts them from the sum | lose |
-| lying server, undefended | the same, where the broadcast is not in the plan's digest: a control | win |
-| sum | the same server: the sum in place of the site's upload | show what remains |
+| lying server | sends all other sites zeros, so that it knows their uploads, and subtracts them from the sum | lose |
+| lying server, undefended | the same, if the broadcast is not in the plan's digest: a control | win |
+| sum | the server in the secure run, with the sum in place of the site's upload | show what remains |
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def run_pair(
     `guesses` are the lying server's own examples for each site, with as many of each class as the site has.
 
     Raises:
-        ConfigError: broadcasts do not show the sums of the method.
+        ConfigError: the method's broadcasts do not show the sums.
     """
     clear = create_federation(exchange, config, task, rows, initial, MessageCapture(folder / "clear"))
     clear.run()

@@ -95,7 +95,7 @@ def test_differences_are_paired_by_seed():
     assert resampling.subtract_metrics(mine, resampling.from_constant(4.0)).seeds == (-3.0, 1.0, 5.0)
     assert resampling.negate_metric(mine).seeds == (-1.0, -5.0, -9.0)
     assert resampling.average_metrics([mine, other]).seeds == pytest.approx((0.95, 5.0, 8.9))
-    with pytest.raises(ValueError, match="expected figures of the same seeds, found 3 and 1"):
+    with pytest.raises(ValueError, match="expected figures for the same seeds, found 3 and 1"):
         resampling.subtract_metrics(mine, resampling.over_seeds([resampling.from_constant(1.0)]))
 
 

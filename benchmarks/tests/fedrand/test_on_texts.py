@@ -195,5 +195,5 @@ def test_validation_rows_are_asked_for_where_rates_are_chosen():
 
 
 def test_a_claim_about_no_row_is_refused():
-    with pytest.raises(ConfigError, match='claims: expected a row with that metric, found none of "FedPer"'):
+    with pytest.raises(ConfigError, match='claims: expected a row with that metric, found no "FedPer"'):
         outcome([of_seed(1.0)] * 3, claims=[CLAIM | {"row": "FedPer"}])

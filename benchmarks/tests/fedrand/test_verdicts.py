@@ -140,7 +140,7 @@ def test_claims_of_a_table_are_corrected_together():
 
 
 def test_a_claim_about_what_is_not_measured_is_refused():
-    with pytest.raises(ConfigError, match='claims: expected a row with that metric, found none of "X client"'):
+    with pytest.raises(ConfigError, match='claims: expected a row with that metric, found no "X client"'):
         claimed(seeded(0.5, 0.5, 0.5), seeded(0.5, 0.5, 0.5), metric="losses")
 
 

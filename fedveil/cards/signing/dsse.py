@@ -2,9 +2,9 @@
 
     PAE(type, payload) = "DSSEv1" SP LEN(type) SP type SP LEN(payload) SP payload        LEN: decimal, of bytes
 
-The signature covers the PAE, not the JSON around it. DSSE does not prescribe the form of that JSON, and does not sign
-key names. Here it has one canonical form, so that any changed byte is detected: sorted keys, one space of indent,
-canonical base64, signatures sorted by `keyid`, which is the key's fingerprint.
+The signature covers the PAE, not the JSON around it. DSSE does not prescribe the format of that JSON, and does not sign
+key names. Here the JSON has one canonical form, so that any changed byte is detected: sorted keys, an indent of one
+space, canonical base64, and signatures sorted by `keyid`, which is the key's fingerprint.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DsseEnvelope(BaseModel):
 
 
 def pre_auth_encoding(payload_type: str, payload: bytes) -> bytes:
-    """Return the bytes that are signed: DSSE's pre-authentication encoding of type and payload."""
+    """Return the bytes to sign: DSSE's pre-authentication encoding of type and payload."""
     kind = payload_type.encode()
     return b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(payload), payload)
 
@@ -64,7 +64,7 @@ def pre_auth_encoding(payload_type: str, payload: bytes) -> bytes:
 def sign_payload(
     payload_type: str, payload: bytes, key: Ed25519PrivateKey, others: DsseEnvelope | None = None
 ) -> DsseEnvelope:
-    """Sign the payload; keep the signatures of `others`, an envelope of the same payload."""
+    """Sign the payload; keep the signatures in `others`, an envelope with the same payload."""
     name = keys.key_fingerprint(key.public_key())
     sig = base64.b64encode(key.sign(pre_auth_encoding(payload_type, payload))).decode()
     signature_by_key = {signature.keyid: signature for signature in (others.signatures if others else [])}
@@ -87,11 +87,11 @@ def parse_envelope(data: bytes, where: str) -> DsseEnvelope:
             right = all(base64.b64encode(base64.b64decode(text, validate=True)).decode() == text for text in texts)
             if right and names == sorted(set(names)) and envelope.to_bytes() == data:
                 return envelope
-            fault = "one in another form"
+            fault = "one in a different form"
         except (ValidationError, RecursionError, binascii.Error, ValueError) as error:
             fault = sanitize(error, 200)
     raise StateError(
-        f"{where}: expected a DSSE envelope as fedveil card sign writes it, found {fault}; it was changed: get a new "
+        f"{where}: expected a DSSE envelope as written by fedveil card sign, found {fault}; it was changed: get a new "
         "copy"
     )
 
@@ -99,7 +99,7 @@ def parse_envelope(data: bytes, where: str) -> DsseEnvelope:
 def verified_signers(
     envelope: DsseEnvelope, known: Mapping[str, Ed25519PublicKey]
 ) -> tuple[list[str], list[str], list[str]]:
-    """Return key fingerprints: known keys with a valid signature, with an invalid one, and unchecked other keys.
+    """Return key fingerprints: known keys with a valid signature, known keys with an invalid one, and unknown keys.
 
     Args:
         known: public keys by fingerprint.

@@ -1,4 +1,4 @@
-"""The signed in-toto Statement v1 of a model folder: its files are the subjects, its card is the predicate.
+"""The signed in-toto Statement v1 about a model folder: its files are the subjects, its card is the predicate.
 
 | in the folder | in the statement |
 |---|---|
@@ -58,7 +58,7 @@ class InTotoStatement(BaseModel):
 
 
 def digest_files(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file in a model's folder except the envelope. Raises StateError for a link."""
+    """Return the SHA-256 of every file in a model's folder except the envelope. Raises StateError if any is a link."""
     file_hashes = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -75,7 +75,7 @@ def digest_files(folder: Path) -> dict[str, str]:
 
 
 def make_statement(folder: Path) -> bytes:
-    """Return the statement about a folder's current files, with its card as predicate. Equal folders give equal bytes.
+    """Return the statement about a folder's current files, with its card as predicate; equal folders give equal bytes.
 
     Raises:
         StateError: the folder has no card, or contains a link.
@@ -87,7 +87,7 @@ def make_statement(folder: Path) -> bytes:
 
 
 def parse_statement(data: bytes, where: str) -> InTotoStatement:
-    """Parse the statement in a payload. Raises StateError for another form, or for a file named twice."""
+    """Parse the statement in a payload. Raises StateError if it is malformed or names a file twice."""
     try:
         statement = InTotoStatement.model_validate_json(data)
     except (ValidationError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Verify that a model's folder is unchanged since it was signed, and who signed it."""
+"""Verify that a model's folder has not changed since it was signed, and determine who signed it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ class VerificationResult:
 
     Attributes:
         files: number of files that the statement names.
-        signed: fingerprints of the given keys whose signature is valid.
-        unknown: fingerprints of keys that were not given: their signatures are not checked and count for
-            nothing.
-        wrong: differences between the folder and what was signed, a sentence each; [] if there are none.
+        signed: fingerprints of the given keys whose signatures are valid.
+        unknown: fingerprints of keys that were not given; their signatures are not checked and do not count.
+        wrong: differences between the folder and what was signed, one sentence each; [] if there are none.
     """
 
     files: int
@@ -55,7 +54,7 @@ def verify_model(folder: Path, known: Mapping[str, Ed25519PublicKey]) -> Verific
 
 
 def read_envelope(file: Path) -> DsseEnvelope:
-    """Read the envelope in a file. Raises StateError if it is missing or is not about a statement."""
+    """Read the envelope in a file. Raises StateError if it is missing or does not contain a statement."""
     if file.is_symlink() or not file.is_file():
         raise StateError(f"{file}: expected signatures, found none; sign it with fedveil card sign")
     with file.open("rb") as data:
@@ -67,7 +66,7 @@ def read_envelope(file: Path) -> DsseEnvelope:
 
 
 def model_folder(folder: Path) -> Path:
-    """Return the model's folder: final/ of a run folder, or `folder`. Raises StateError if neither has a card."""
+    """Return the model's folder: a run folder's final/, or `folder` itself. Raises StateError if neither has a card."""
     for place in (folder / "final", folder):
         if (place / card.NAME).is_file():
             return place

@@ -1,1 +1,1 @@
-"""The sub-commands of `fedveil`, one file each, in the groups of the help text."""
+"""The `fedveil` subcommands, one file each, grouped as in the help text."""

@@ -1,1 +1,1 @@
-"""Checks of this machine, run by `fedveil doctor` and at the start of a site."""
+"""Checks on this machine, run by `fedveil doctor` and when a site starts."""

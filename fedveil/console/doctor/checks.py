@@ -1,4 +1,4 @@
-"""Checks of `fedveil doctor`. Each returns a name, a verdict and a finding; none changes anything.
+"""The checks of `fedveil doctor`. Each returns a name, a verdict and a finding, and changes nothing.
 
 Each check imports only what it needs, because a container runs its health check every ten seconds.
 """
@@ -38,7 +38,7 @@ _SITES_ALONE = b"this port serves sites"
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One finding."""
+    """The result of one check."""
 
     name: str
     verdict: Verdict
@@ -46,7 +46,7 @@ class CheckResult:
 
 
 def run_check(name: str, check: Callable[[], CheckResult]) -> CheckResult:
-    """Run the check; report an error as a failed check."""
+    """Run the check; report any error as a failed check."""
     try:
         return check()
     except (FedVeilError, OSError, ValueError) as error:
@@ -54,7 +54,7 @@ def run_check(name: str, check: Callable[[], CheckResult]) -> CheckResult:
 
 
 def check_certificate(file: Path, now: datetime | None = None) -> CheckResult:
-    """Check until when a PEM certificate is valid."""
+    """Check how long a PEM certificate remains valid."""
     from cryptography import x509
 
     certificate, moment = x509.load_pem_x509_certificate(file.read_bytes()), now or datetime.now(UTC)
@@ -66,7 +66,7 @@ def check_certificate(file: Path, now: datetime | None = None) -> CheckResult:
             f"valid from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC, but it is {moment:%Y-%m-%d %H:%M}",
         )
     if moment >= ends:
-        is_ca = certificate.issuer == certificate.subject  # a CA signs itself and cannot be renewed
+        is_ca = certificate.issuer == certificate.subject  # a CA certificate is self-signed and cannot be renewed
         anew = "provision the federation again" if is_ca else "renew it: fedveil members renew-server"
         return CheckResult(name, "fail", f"expired on {ends:%Y-%m-%d}; the operator must {anew}")
     return CheckResult(name, "warn" if ends - moment < _SOON else "ok", f"until {ends:%Y-%m-%d}")
@@ -86,7 +86,7 @@ def private_key(file: Path) -> CheckResult:
 
 
 def check_fleet_port(superlink: str, ca: Path) -> CheckResult:
-    """Check that the server's fleet port answers with TLS and a certificate from this federation's CA for that name."""
+    """Check that the server's fleet port speaks TLS, with a certificate for that name from this federation's CA."""
     host, port = parse_address(superlink)
     context = ssl.create_default_context(cafile=str(ca))
     context.set_alpn_protocols(["h2", "http/1.1"])
@@ -131,12 +131,12 @@ def check_fleet_port(superlink: str, ca: Path) -> CheckResult:
 
 
 def check_proxy(superlink: str) -> CheckResult:
-    """Check which proxy the site's processes use: one for the server where a variable names it, none for loopback."""
+    """Check which proxy the site's processes use for the server, if any; loopback connections never use one."""
     host, _ = parse_address(superlink)
     speaks = flower.installed_release().speaks
     proxy = proxies.find_proxy(host, speaks, os.environ)
     if proxy:
-        text = f"{host} is reached through {proxy}; connections on this machine never are"
+        text = f"{host} is reached through {proxy}; connections within this machine never use a proxy"
         return CheckResult("proxy", "ok", text)
     if speaks == "gRPC" and (os.environ.get("HTTPS_PROXY") or os.environ.get("HTTP_PROXY")):
         name = "HTTPS_PROXY" if os.environ.get("HTTPS_PROXY") else "HTTP_PROXY"
@@ -146,11 +146,11 @@ def check_proxy(superlink: str) -> CheckResult:
             f"{host} is reached directly: a SuperNode of this Flower does not read {name}; if the server is behind the "
             "proxy, set https_proxy in lower case",
         )
-    return CheckResult("proxy", "ok", f"{host} is reached directly, and so is this machine")
+    return CheckResult("proxy", "ok", f"{host} is reached directly, without a proxy")
 
 
 def _spoken(link: ssl.SSLSocket, host: str) -> str:
-    """Return what a server speaks with SuperNodes: "gRPC", "HTTP" (fedveil/guard/flower/fleet_http.py), or ""."""
+    """Return a server's protocol for SuperNodes: "gRPC", "HTTP" (fedveil/guard/flower/fleet_http.py), or ""."""
     if link.selected_alpn_protocol() == "h2":
         return "gRPC"
     link.sendall(f"GET / HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
@@ -163,7 +163,7 @@ def _spoken(link: ssl.SSLSocket, host: str) -> str:
 
 
 def check_closed_port(host: str, port: int, what: str) -> CheckResult:
-    """Check that a port does not answer from here."""
+    """Check that a port cannot be reached from here."""
     try:
         socket.create_connection((host, port), _TIMEOUT).close()
     except OSError:
@@ -188,19 +188,21 @@ def check_health(address: str) -> CheckResult:
 
 
 def check_heartbeat(file: Path) -> CheckResult:
-    """Check that the server answered a heartbeat of this site lately; before the first answer this only warns."""
+    """Check that the server recently answered this site's heartbeat; before the first answer, only warn."""
     if silence := last_heartbeat.describe_silence(file):
         return CheckResult("heartbeat", "fail", f"{silence}; the SuperNode keeps retrying: see its log")
     if last_heartbeat.last_answer(file) is None:
-        return CheckResult("heartbeat", "warn", f"the server has answered no heartbeat yet, or {file} is another's")
+        return CheckResult(
+            "heartbeat", "warn", f"the server has answered no heartbeat yet, or {file} belongs to another SuperNode"
+        )
     return CheckResult("heartbeat", "ok", last_heartbeat.describe_answer(file))
 
 
 def check_clock() -> CheckResult:
-    """Check whether the kernel reports a synchronized clock. Node authentication tolerates 300 s of difference."""
+    """Check whether the kernel reports a synchronized clock. Node authentication tolerates a difference of 300 s."""
     if sys.platform != "linux":
         return CheckResult("clock", "warn", "not checked on this system")
-    state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))  # modes = 0: asks only
+    state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))  # modes = 0: read only
     if state < 0:
         return CheckResult(
             "clock", "warn", "the system does not report whether it is synchronized (in a container: check the host)"
@@ -215,14 +217,14 @@ def check_clock() -> CheckResult:
 
 
 def check_server_clock(superlink: str, ca: Path) -> CheckResult:
-    """Compare this machine's clock with the server's, which the fleet port names to anyone who asks."""
+    """Compare this machine's clock with the server's, which the fleet port tells anyone who asks."""
     host, port = parse_address(superlink)
     began = datetime.now(UTC)
     shown = _grpc_clock(superlink, ca) if flower.installed_release().speaks == "gRPC" else _http_clock(host, port, ca)
     ended = datetime.now(UTC)
     if shown is None:
-        return CheckResult("clock", "ok", f"{ended:%Y-%m-%d %H:%M:%S} UTC; the server does not name its time")
-    # The server read its clock between the two: whatever is less than that is no difference.
+        return CheckResult("clock", "ok", f"{ended:%Y-%m-%d %H:%M:%S} UTC; the server does not report its time")
+    # The server read its clock between these two times, so a smaller difference counts as zero.
     ahead = max(0.0, (began - shown).total_seconds()) or min(0.0, (ended - shown).total_seconds())
     if -_MOST_BEHIND < ahead < _MOST_AHEAD:
         text = f"{ended:%Y-%m-%d %H:%M:%S} UTC, within {abs(ahead):.0f} s of the server's"
@@ -232,7 +234,7 @@ def check_server_clock(superlink: str, ca: Path) -> CheckResult:
         "clock",
         "fail",
         f"this machine's clock is {abs(ahead):,.0f} s {way} the server's, which shows {shown:%Y-%m-%d %H:%M:%S} UTC; "
-        f"the server accepts a clock up to {_MOST_AHEAD:.0f} s ahead and {_MOST_BEHIND:.0f} s behind: correct the one "
+        f"the server accepts a clock up to {_MOST_AHEAD:.0f} s ahead and {_MOST_BEHIND:.0f} s behind; correct the one "
         "that is wrong",
     )
 
@@ -249,7 +251,7 @@ def _grpc_clock(superlink: str, ca: Path) -> datetime | None:
 
 
 def _http_clock(host: str, port: int, ca: Path) -> datetime | None:
-    """Return the answer's date, which is up to a second old."""
+    """Return the date in the response, which is up to a second old."""
     context = ssl.create_default_context(cafile=str(ca))
     proxy = proxies.find_proxy(host, "HTTP", os.environ)
     with (
@@ -264,7 +266,7 @@ def _http_clock(host: str, port: int, ca: Path) -> datetime | None:
 
 
 def _time_in(text: str) -> datetime | None:
-    """Return the time that a fleet port of fedveil/guard/flower/fleet_calls.py names."""
+    """Return the server time in an error from the fleet port (fedveil/guard/flower/fleet_calls.py)."""
     match = re.search(rf"{fleet_limits.SHOWS_TIME}([0-9T:.+-]{{19,40}})", text[:1000])
     try:
         shown = datetime.fromisoformat(match[1]) if match else None
@@ -274,7 +276,7 @@ def _time_in(text: str) -> datetime | None:
 
 
 def check_versions() -> CheckResult:
-    """Check Python and the packages that both ends must agree on."""
+    """Check the versions of Python and of the packages that both ends must agree on."""
     names = ("fedveil", "flwr", "torch", "transformers")
     versions = {}
     for name in names:
@@ -298,7 +300,7 @@ def check_versions() -> CheckResult:
 
 
 def check_gpu(device: str, processes: int = 1) -> CheckResult:
-    """Check that the site's device exists, or as many devices as the site has processes."""
+    """Check that the site's device exists, or that there is a device for each of its processes."""
     import torch
 
     if torch.cuda.is_available():
@@ -324,13 +326,13 @@ def check_disk(folder: Path) -> CheckResult:
 
 
 def key_file(file: str, state: Path) -> CheckResult:
-    """Check that the key file fits the site's stored files."""
+    """Check that the key file matches the site's stored files."""
     from fedveil.console.runs import re_encrypt
     from fedveil.encrypted_files import FileSeal
 
     seal = FileSeal.from_key_file(file)
     re_encrypt.require_key(state, seal)
-    protection = f"sealed under key {seal.id}" if seal.id else "unsealed: the node config names no key-file"
+    protection = f"encrypted with key {seal.id}" if seal.id else "unencrypted: the node config names no key-file"
     return CheckResult("key file", "ok", f"private state and ledger are {protection}")
 
 
@@ -338,16 +340,16 @@ def entry_point() -> CheckResult:
     """Check whether a client process started from here would go through this site's entry point."""
     program_path = shutil.which("flwr-clientapp")
     if program_path and b"fedveil.guard.clientapp" in Path(program_path).read_bytes()[:4096]:
-        return CheckResult("entry point", "ok", f"{program_path} decides before the app's code runs")
+        return CheckResult("entry point", "ok", f"{program_path} checks the policy before the app's code runs")
     return CheckResult(
         "entry point",
         "warn",
-        f"flwr-clientapp is {program_path}, Flower's own; fedveil site start puts FedVeil's first",
+        f"flwr-clientapp is {program_path}, which is Flower's own; fedveil site start puts FedVeil's first on the PATH",
     )
 
 
 def audit_log(file: Path) -> CheckResult:
-    """Check that the site's audit log was not changed since it was written."""
+    """Check that the site's audit log has not been changed since it was written."""
     from fedveil.records import audit_log as log
 
     if not file.exists():
@@ -355,13 +357,13 @@ def audit_log(file: Path) -> CheckResult:
     files, head = log.list_log_files(file), log.verify_log(file)
     lines = head.lines - log.start_of(files[0]).lines
     if damaged := log.count_damaged(files):
-        words = f"{damaged} lines are damaged, as the log records, and all others unchanged, in {file}"
+        words = f"{file}: {damaged} lines are damaged, as the log records; all other lines are unchanged"
         return CheckResult("audit log", "warn", words)
-    return CheckResult("audit log", "ok", f"{lines} lines, all unchanged, in {file}")
+    return CheckResult("audit log", "ok", f"{file}: {lines} lines, all unchanged")
 
 
 def parse_address(superlink: str) -> tuple[str, int]:
-    """Return host and port. Raises ValueError."""
+    """Return host and port. Raises ValueError if the address is not HOST:PORT."""
     host, _, port = superlink.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"superlink: expected HOST:PORT, found {superlink!r}")

@@ -1,6 +1,6 @@
-"""Data checks of `fedveil doctor`: examples with the columns that a run reads, and their number.
+"""The data checks of `fedveil doctor`: whether examples have the columns that a run reads, and how many there are.
 
-The checks prepare nothing and load no model. Of a large file they read at most what
+The checks prepare no examples and load no model. From a large file they read at most as much as
 `fedveil.data.file_probe` allows.
 """
 
@@ -26,17 +26,17 @@ from fedveil.data.image_decoding import describe_conversions, image_conversions
 from fedveil.data.row_values import filled_text
 from fedveil.errors import ConfigError, FedVeilError, PolicyError, TaskError
 
-_MOST_IMAGES = 1000  # of which the header is read
+_MOST_IMAGES = 1000  # images whose headers are read
 _EMPTY = "rows without one, the first is"
 
 
 def is_readable(result: CheckResult) -> bool:
-    """Return whether the rows of checked data can be read, though some may lack a text."""
+    """Return whether the rows of checked data can be read, even if some lack a text."""
     return result.verdict == "ok" or _EMPTY in result.text
 
 
 def check_site_data(site: SiteConfig, config: RunConfig, counted: list[int]) -> CheckResult:
-    """Check a site's training examples under its own column names, and store their number in `counted`."""
+    """Check a site's training examples, using its own column names, and store their number in `counted`."""
     task = config.task
     try:
         own = apply_site_columns(config, site.columns)
@@ -47,12 +47,12 @@ def check_site_data(site: SiteConfig, config: RunConfig, counted: list[int]) -> 
     except FedVeilError as error:
         if task != TaskConfig():
             raise
-        text = f"{error}; this checked the default task: give the run's task with --config or --set"
+        text = f"{error}; this checked the default task, so give the run's task with --config or --set"
         raise ConfigError(text) from None
 
 
 def check_row_count(check: CheckResult, policy: str, counted: Sequence[int]) -> CheckResult:
-    """Compare a site's data with the policy's minimum: with fewer examples the site refuses every client round."""
+    """Compare a site's data with the policy minimum: with fewer examples, the site refuses every client round."""
     least = None
     with suppress(PolicyError):  # the policy check reports it
         least = of_policy(SiteConfig(policy=policy)).min_examples
@@ -67,7 +67,7 @@ def check_row_count(check: CheckResult, policy: str, counted: Sequence[int]) -> 
 
 
 def check_run_data(task: TaskConfig, counted: list[int]) -> Iterator[CheckResult]:
-    """Check the sites' and the server's data in a run config; store the sites' number of examples in `counted`."""
+    """Check the sites' and the server's data in a run config; store the number of site examples in `counted`."""
     for name, folder, split, into in (
         ("task.data", task.data, "train", counted),
         ("task.evaluation", task.evaluation, "test", []),
@@ -75,13 +75,13 @@ def check_run_data(task: TaskConfig, counted: list[int]) -> Iterator[CheckResult
     ):
         if folder:
             result = run_check(name, partial(_rows, name, Path(folder), split, task, into))
-            yield replace(result, text=result.text.removeprefix("task.data: "))  # any key
+            yield replace(result, text=result.text.removeprefix("task.data: "))  # it applies to any key
 
 
 def _rows(name: str, data: Path, split: str, task: TaskConfig, counted: list[int]) -> CheckResult:
     info = tasks.task_info(task.name)
     columns = info.columns(task)
-    # Tasks that classify images, and so read image folders and class names.
+    # True for tasks that classify images, which read image folders and class names.
     is_of_images = info.metrics is class_metrics or (info.labels and task.image_column in columns)
     if is_of_images and (folder := images.class_folder(data, split)):
         table = images.image_table(data, split, task)
@@ -108,16 +108,16 @@ def _rows(name: str, data: Path, split: str, task: TaskConfig, counted: list[int
 
 
 def _empty_texts(files: Sequence[Path], columns: tuple[str, ...], task: TaskConfig) -> str:
-    """Return how many rows a run leaves out, because they lack a text. Raises TaskError if it would refuse them.
+    """Return how many rows a run drops because they lack a text. Raises TaskError if it would refuse them instead.
 
-    A column of a template may be empty.
+    A column used in a template may be empty.
     """
     required = (task.target_column,) if task.source_template else columns
     table = tables.read_files(files, required, texts=required, only=required)
     rows = zip(*(table.rows[column] for column in required), strict=True)
     try:
         places = [number for number, values in enumerate(rows) if any(_lacks_text(value, task) for value in values)]
-    except (ValueError, OverflowError):  # whose text may quote a value
+    except (ValueError, OverflowError):  # its message may quote a value
         raise file_probe.undecodable(files[0], required) from None
     empty = len(places)
     if empty and task.empty_texts == "refuse":
@@ -126,7 +126,7 @@ def _empty_texts(files: Sequence[Path], columns: tuple[str, ...], task: TaskConf
             f"task.data: expected a text in {' and '.join(required)} of every row, found {empty:,} {_EMPTY} {where}; "
             'correct them, or set task.empty-texts = "drop"'
         )
-    return f"; {empty:,} rows without a text are left out" if empty else ""
+    return f"; {empty:,} rows without a text are dropped" if empty else ""
 
 
 def _lacks_text(value: object, task: TaskConfig) -> bool:
@@ -136,13 +136,13 @@ def _lacks_text(value: object, task: TaskConfig) -> bool:
         read_conversation(value)
     except EmptyTurnError:
         return True
-    except ConversationError:  # the preview says why
+    except ConversationError:  # the preview reports the reason
         return False
     return False
 
 
 def _pictures(file: Path, task: TaskConfig) -> str:
-    """Return where the images of a file lie, and how they are converted. Raises TaskError for one that is no image."""
+    """Return where a file's images are, and how they are converted. Raises TaskError if one is not an image."""
     column, base = task.image_column, file.parent
     first = list(file_probe.first_rows(file, column, _MOST_IMAGES))
     place = picture_paths.find_pictures((value for value, _ in first), column, base)
@@ -152,9 +152,9 @@ def _pictures(file: Path, task: TaskConfig) -> str:
 
 
 def _class_names(data: Path, split: str, task: TaskConfig) -> str:
-    """Return the line that a run config lacks for these names. Raises TaskError for names that the run does not have.
+    """Return the line that a run config needs for these class names. Raises TaskError for names missing from the run.
 
-    The base is not loaded here; with the names of its own classes a run needs none in its config.
+    The base is not loaded here; if the base has class names of its own, the run config needs none.
     """
     declared, numbering = images.declared_names(data, split, task), ClassNumbering(task)
     if not declared:
@@ -167,7 +167,7 @@ def _class_names(data: Path, split: str, task: TaskConfig) -> str:
 
 
 def _conversions(examples: Iterable[Example], task: TaskConfig) -> str:
-    """Return how many of the images are converted, and how. Raises TaskError for an image that has no header."""
+    """Return how many of the images are converted, and how. Raises TaskError for an image without a readable header."""
     converted = [image_conversions(images.image_bytes(each, task.image_column), each.where) for each in examples]
     said = describe_conversions(converted)
-    return f"; of the first {len(converted):,} images {sum(map(bool, converted)):,} are converted: {said}" * bool(said)
+    return f"; {sum(map(bool, converted)):,} of the first {len(converted):,} images are converted: {said}" * bool(said)

@@ -1,4 +1,4 @@
-"""Checks of `fedveil doctor` on the machine itself: the SuperLink's program, other users, CPUs."""
+"""The `fedveil doctor` checks on the machine itself: the SuperLink program, other users, CPUs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fedveil.console.doctor.checks import CheckResult
 
 _CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv")
 _NO_LOGIN = ("nologin", "false", "sync")
-_FIRST_PERSON = 1000 if sys.platform == "linux" else 500  # lower ones belong to the system
-_CPUS = "2"  # FEDVEIL_CPUS of the compose files
+_FIRST_PERSON = 1000 if sys.platform == "linux" else 500  # lower IDs belong to the system
+_CPUS = "2"  # default of FEDVEIL_CPUS in the compose files
 
 
 def check_superlink() -> CheckResult:
-    """Check whether the running or installed `flower-superlink` activates a node by only its key."""
+    """Check that the running or installed `flower-superlink` activates a node only with that node's key."""
     import psutil
 
     running = [
@@ -35,7 +35,7 @@ def check_superlink() -> CheckResult:
             return CheckResult(
                 "superlink",
                 "warn",
-                f"{file} is Flower's own: anyone who knows a site's public key can keep that site offline; "
+                f"{file} is Flower's own, with which anyone who knows a site's public key can keep that site offline; "
                 "start the one in the image, or the one written by fedveil site guard --own-ports",
             )
     if not programs:
@@ -44,15 +44,15 @@ def check_superlink() -> CheckResult:
 
 
 def check_other_users() -> CheckResult:
-    """Check that a site without containers shuts its ports to other users (fedveil/guard/loopback_ports.py)."""
+    """Check that a site without containers closes its ports to other users (fedveil/guard/loopback_ports.py)."""
     import pwd
 
     name = "other users"
     if any(Path(mark).exists() for mark in _CONTAINER_MARKS) or "KUBERNETES_SERVICE_HOST" in os.environ:
-        return CheckResult(name, "ok", "in a container: no other user shares its network")
+        return CheckResult(name, "ok", "in a container, whose network no other user shares")
     if _kernel_names_owners():
         return CheckResult(
-            name, "ok", "the kernel reports the owner of each connection: the site's ports serve only its own user"
+            name, "ok", "the kernel reports the owner of each connection, so the site's ports serve only its own user"
         )
     people = [
         entry.pw_name
@@ -64,21 +64,21 @@ def check_other_users() -> CheckResult:
             name,
             "warn",
             f"{len(people)} other users can log in ({', '.join(people[:3])}), and the kernel does not report the "
-            "owner of a connection: use a container, or a dedicated machine",
+            "owner of a connection; use a container or a dedicated machine",
         )
     return CheckResult(name, "ok", "no other user can log in here, according to this machine's user list")
 
 
 def check_cpu_limit() -> CheckResult:
-    """Check whether a container engine would accept the compose files' CPU limit, which may exceed the machine's."""
+    """Check that the compose files' CPU limit does not exceed this machine's CPUs; container engines refuse that."""
     asked, there = os.environ.get("FEDVEIL_CPUS") or _CPUS, os.cpu_count() or 1
     if float(asked) > there:
         return CheckResult(
             "cpus",
             "warn",
-            f"compose files request {asked}, this machine has {there}: put FEDVEIL_CPUS={there} into .env",
+            f"the compose files request {asked}, but this machine has {there}: put FEDVEIL_CPUS={there} in .env",
         )
-    return CheckResult("cpus", "ok", f"{there}; compose files request {asked}")
+    return CheckResult("cpus", "ok", f"{there}; the compose files request {asked}")
 
 
 def _kernel_names_owners() -> bool:

@@ -1,11 +1,11 @@
-"""The plan of a run that `fedveil doctor` prints: memory by part, seconds, bytes on the wire; nothing is loaded.
+"""The plan that `fedveil doctor` prints for a run: memory by part, seconds, bytes on the wire. Nothing is loaded.
 
 | line | source |
 |---|---|
-| memory | computed from config.json by `fedveil.models.planning.memory`, for rows of task.max-tokens; if that is 0, of
-  the longest example in the checked data, or of 512 tokens |
-| seconds | arithmetic over a speed: an estimate of the training, without the rest of a round |
-| bytes | exact, from the methods' layouts; without the envelope: a header with the fields' names |
+| memory | computed from config.json by `fedveil.models.planning.memory`, for rows with task.max-tokens tokens; if 0, as
+  many as the longest example in the checked data, or 512 |
+| seconds | operations divided by speed: an estimate for training only, without the rest of the round |
+| bytes | exact, from the methods' layouts; excludes the envelope, which is a header with the field names |
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from fedveil.training.ranks import sharding
 
 _GB = 1e9
 _TASK = "text-generation"
-_ROWS = 1000  # examples of a site, if the number is unknown
-_TOKENS = 512  # of an example, if its length is unknown
-# Run config keys that may be lowered, with their values, cheapest first.
+_ROWS = 1000  # examples at a site, if the number is unknown
+_TOKENS = 512  # tokens in an example, if its length is unknown
+# Run config settings that lower memory, cheapest first.
 _REMEDIES: tuple[tuple[str, Any], ...] = (
     ("train.precision", "bf16"), ("train.gradient-checkpointing", True), ("train.batch-size", 1),
     ("train.quantized-base", "4bit"), ("train.optimizer", "adamw-8bit"), ("task.max-tokens", 32),
@@ -46,12 +46,12 @@ class MachineResources:
     """Resources that a memory plan assumes.
 
     Attributes:
-        capacity: bytes of a GPU, or of main memory.
+        capacity: bytes of GPU memory, or of main memory.
         on_gpu: whether the model is on a GPU.
-        where: description in words.
+        where: a description of that memory.
         ranks: the site's processes, one GPU each.
-        flops: operations per second of one process; 0 if neither given nor measured.
-        speed: source of that number.
+        flops: floating-point operations per second of one process; 0 if neither given nor measured.
+        speed: source of `flops`.
     """
 
     capacity: int
@@ -63,10 +63,10 @@ class MachineResources:
 
 
 def read_machine(gpu_gb: float, ranks: memory.RankLayout, tflops: float, bf16: bool) -> MachineResources:
-    """Return the machine that the options describe, or this one with its free GPU memory or free main memory.
+    """Return the machine that the options describe, or this machine with its free GPU memory or main memory.
 
     Raises:
-        ConfigError: an option out of range.
+        ConfigError: an option is out of range.
     """
     import psutil
     import torch
@@ -75,12 +75,10 @@ def read_machine(gpu_gb: float, ranks: memory.RankLayout, tflops: float, bf16: b
         if not 0 <= value <= most or (name == "--gpus" and value < 1):
             raise ConfigError(f"{name}: expected a number above 0 and at most {most:g}, found {value:g}")
     if ranks.is_split and ranks.count == 1:
-        raise ConfigError(
-            "--shard-base: expected --gpus above 1 as well, found 1; set --gpus, or leave --shard-base out"
-        )
+        raise ConfigError("--shard-base: expected --gpus above 1 with it, found 1; set --gpus, or omit --shard-base")
     if ranks.count > 1 and not gpu_gb and (there := torch.cuda.device_count()) < ranks.count:
         raise ConfigError(
-            f"--gpus: expected at most {there}, the GPUs of this machine, or --gpu-gb with it, found {ranks.count}; "
+            f"--gpus: expected at most {there} (this machine's GPUs), or --gpu-gb with it, found {ranks.count}; "
             "set --gpu-gb to the memory of one GPU"
         )
     if gpu_gb:
@@ -98,7 +96,7 @@ def read_machine(gpu_gb: float, ranks: memory.RankLayout, tflops: float, bf16: b
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run on a base, reduced to what its plan needs. `is_guess`: nobody has said how long its examples are."""
+    """A run on a base, reduced to what its plan needs. `is_guess`: the length of its examples is unknown."""
 
     settings: model_config.ModelConfig
     config: RunConfig
@@ -111,12 +109,12 @@ class PlannedRun:
         """Create the plan from a run config.
 
         Args:
-            longest: number of tokens of the longest example in the checked data, if it is known.
+            longest: token count of the longest example in the checked data; 0 if unknown.
 
         Raises:
-            ConfigError: the task cannot be planned, or a run would refuse the config before loading its
+            ConfigError: the task cannot be planned, or a run would refuse the config before loading the
                 base.
-            TaskError: no folder, or a folder whose config.json cannot be planned.
+            TaskError: there is no folder, or its config.json cannot be planned.
         """
         if config.task.name != _TASK:
             raise ConfigError(f'task.name: only "{_TASK}" can be planned, found {sanitize(config.task.name)}')
@@ -146,10 +144,10 @@ class PlannedRun:
         return MessageExchange(method, name, meta_model.param_specs(self.settings, method.adapter))
 
     def memory(self, on: MachineResources, **changed: Any) -> memory.MemoryPlan:
-        """Return the plan of rank 0, with some keys of the run config changed.
+        """Return the memory plan for rank 0, with some run config keys changed.
 
         Raises:
-            ConfigError: the base is to be sharded but cannot be.
+            ConfigError: the base should be sharded but cannot be.
         """
         config = parse({**self.config.flat(), **changed}) if changed else self.config
         own = self.exchange(config.method.name, config.method.params)
@@ -159,7 +157,7 @@ class PlannedRun:
         return memory.plan_memory(self.settings, config, self.adapter, on.on_gpu, self.stored, messages, on.ranks)
 
     def remedy(self, on: MachineResources) -> tuple[dict[str, Any], int]:
-        """Return the settings to change so that the run fits, and the bytes it then needs.
+        """Return setting changes that make the run fit, and the bytes it then needs.
 
         Changes that turn out to be unnecessary are dropped.
         """
@@ -186,12 +184,12 @@ class PlannedRun:
 
 
 def plan_lines(planned: PlannedRun, on: MachineResources, rows: int, there: int = 0) -> Iterator[str]:
-    """Yield the plan as lines, for a site with `rows` examples; 0 means `there`, the number in its data, if known."""
+    """Yield the plan's lines, for a site with `rows` examples; 0 means `there`, the number in its data, if known."""
     plan, shape, config = planned.memory(on), meta_model.build_meta_model(planned.settings), planned.config
     parts = ", ".join(f"{name} {count:,}" for name, count in shape.parts.items())
     yield f"Plan computed from config.json: {planned.settings.kind}, {shape.parameters:,} parameters ({parts})"
     guess = " (a guess: set task.max-tokens, or task.data)" if planned.is_guess else ""
-    yield f"peak memory, while the worker is {plan.peak}, with examples of {config.task.max_tokens} tokens{guess}:"
+    yield f"peak memory, while the worker is {plan.peak}, with {config.task.max_tokens}-token examples{guess}:"
     for part in plan.phases[plan.peak]:
         yield f"  {part.name:<34}{part.nbytes / _GB:>10.3f} GB"
     yield f"  {'total':<34}{plan.needed / _GB:>10.3f} GB"
@@ -201,11 +199,11 @@ def plan_lines(planned: PlannedRun, on: MachineResources, rows: int, there: int 
         host = ", ".join(f"{part.name} {part.nbytes / _GB:.3f}" for part in plan.host)
         yield f"  in main memory, GB: {host}"
     if on.ranks.count > 1:
-        yield f"  of rank 0 of {on.ranks.count} processes; the other ranks keep no states and do not score"
+        yield f"  of rank 0 of {on.ranks.count} processes; the other ranks keep no optimizer states and do not score"
     yield from _seconds(planned, on, rows, there)
-    yield "bytes per message of a round, down and up (exact; other methods with their default adapter):"
+    yield "bytes per message, down and up (exact; other methods with their default adapters):"
     if config.secure.enabled:
-        yield "  unmasked; with secure.enabled an upload holds integers: fedveil explain prints its size"
+        yield "  unmasked; with secure.enabled an upload holds integers, and fedveil explain prints its size"
     for name in sorted(strategies.list_methods(), key=lambda name: name != config.method.name):
         own = name == config.method.name
         if exchange := planned.exchange(name, config.method.params if own else ""):
@@ -225,14 +223,14 @@ def _seconds(planned: PlannedRun, on: MachineResources, rows: int, there: int) -
     most = config.task.examples_per_site
     count, source = rows, ""
     if not rows and there:
-        count, source = min(there, most or there), " (all of the data; sites that share it have fewer)"
+        count, source = min(there, most or there), " (all of the data; if sites share it, each has fewer)"
     elif not rows:
         count, source = most or _ROWS, "" if most else " (a guess: set --rows)"
     done = training_flops.training_flops(planned.settings, config, planned.adapter, count)
     total = (done.training + done.scoring) / 1e12
     about = f"training, {done.rows:,} examples per round{source}: {total:,.1f} TFLOP"
     if not on.flops:
-        yield f"{about}; for seconds, set --tflops to what one GPU sustains"
+        yield f"{about}; to get seconds, set --tflops to one GPU's sustained throughput"
         return
     seconds = done.seconds(on.flops, on.ranks.count, on.ranks.is_split)
     each = " on each GPU" if on.ranks.count > 1 else ""
@@ -240,7 +238,7 @@ def _seconds(planned: PlannedRun, on: MachineResources, rows: int, there: int) -
 
 
 def plan_verdict(planned: PlannedRun, on: MachineResources) -> CheckResult:
-    """Check whether the run fits in memory; if not, suggest settings that would fit."""
+    """Check whether the run fits in memory; if not, suggest settings that would make it fit."""
     needed = planned.memory(on).needed
     has = f"{on.capacity / _GB:.1f} GB {on.where}" if not on.on_gpu or "free" in on.where else on.where
     needs = f"needs {needed / _GB:.1f} GB" + (" on each" if on.ranks.count > 1 else "")
@@ -253,6 +251,6 @@ def plan_verdict(planned: PlannedRun, on: MachineResources) -> CheckResult:
         return CheckResult(
             "memory",
             "fail",
-            f"{shortfall}; even with {words or 'less'} it needs {then / _GB:.1f} GB: use a smaller base",
+            f"{shortfall}; even with {words or 'less'}, it needs {then / _GB:.1f} GB: use a smaller base",
         )
-    return CheckResult("memory", "fail", f"{shortfall}; with {words} it needs {then / _GB:.1f} GB, which fits")
+    return CheckResult("memory", "fail", f"{shortfall}; with {words}, it needs {then / _GB:.1f} GB, which fits")

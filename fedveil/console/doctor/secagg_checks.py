@@ -1,4 +1,4 @@
-"""Secure-aggregation checks of `fedveil doctor`: a site's signing key and demands, and the server's roster."""
+"""The secure-aggregation checks of `fedveil doctor`: a site's signing key and demands, and the server's roster."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fedveil.federation.secagg import crypto
 from fedveil.federation.secagg.adversary_model import EnforcedBounds
 from fedveil.federation.secagg.roster import SigningKeyRoster, roster_digest
 
-_WEAKER = "only the server then vouches for the sites' keys, so it could substitute its own"
+_WEAKER = "then only the server vouches for the sites' keys, so it could substitute its own"
 
 
 def signing_key(site: SiteConfig, folder: Path) -> CheckResult:
-    """Check that only its owner can read the signing key, and that it is the requested one.
+    """Check that only its owner can read the signing key, and that it is the key in the registration request.
 
-    It is the node config's, or the created one on a container host.
+    The key is the one in the node config, or, on a container host, the one that was created in `folder`.
     """
     name = "signing key"
     if not site.signing_key:
         return CheckResult(
-            name, "warn", "the node config names no signing key: this site makes its own, which is in no roster"
+            name, "warn", "the node config names no signing key, so this site makes its own, which no roster contains"
         )
     named, made = Path(site.signing_key).expanduser(), folder / SIGNING_KEY
     file = made if made.is_file() and not named.exists() else named
@@ -40,14 +40,14 @@ def signing_key(site: SiteConfig, folder: Path) -> CheckResult:
 
 
 def check_roster(site: SiteConfig) -> CheckResult:
-    """Check that the policy names the other sites' keys, and what holds against a server that lies with its bounds."""
+    """Check that the policy names a roster; report what its bounds guarantee against a dishonest server."""
     name = "roster"
     if not site.policy:
         return CheckResult(name, "warn", f"no policy: {_WEAKER}")
     policy = policy_of_site(site)
     if not policy.require_secure and (policy.roster or policy.min_cohort or policy.min_threshold):
         return CheckResult(
-            name, "warn", f"{site.policy} limits masked runs but permits unmasked runs: set require-secure"
+            name, "warn", f"{site.policy} limits masked runs but permits unmasked ones; set require-secure"
         )
     if not policy.roster:
         return CheckResult(name, "warn" if policy.require_secure else "ok", f"the policy names no roster: {_WEAKER}")
@@ -58,23 +58,23 @@ def check_roster(site: SiteConfig) -> CheckResult:
         )  # fmt: skip
     if policy.require_secure and not (policy.app_digests or policy.signers):
         return CheckResult(
-            name, "warn", "the policy names a roster, but admits any code, which may do without it: set app-digests or "
+            name, "warn", "the policy names a roster, but admits any code, which could ignore it; set app-digests or "
             "signers",
         )  # fmt: skip
     enforced = EnforcedBounds.from_requirements(site_requirements(policy))
-    assert enforced is not None  # there is a roster
-    same = f"{policy.roster}, which must be the same at the other sites"
+    assert enforced is not None  # because there is a roster
+    same = f"{policy.roster}, which must be the same at all other sites"
     if not policy.min_cohort:
         honest = enforced.least - enforced.colluding
         return CheckResult(
-            name, "warn", f"{same}. Without min-cohort the policy permits cohorts of {enforced.least} sites, and sums "
-            f"with {honest} honest sites: set min-cohort",
+            name, "warn", f"{same}. Without min-cohort, the policy permits cohorts of {enforced.least} sites, and sums "
+            f"with {honest} honest sites; set min-cohort",
         )  # fmt: skip
     return CheckResult(name, "ok", f"{same}. {enforced.words}")
 
 
 def check_registered_key(folder: Path) -> CheckResult:
-    """Check, at the server, that the roster file matches the registry."""
+    """Check that the server's roster file matches the registry."""
     name, members, file = "roster", SiteRegistry(folder).signing_keys, roster_file(folder)
     if not file.exists():
         verdict = "no site has a signing key" if not members else "run fedveil members roster"
@@ -82,12 +82,12 @@ def check_registered_key(folder: Path) -> CheckResult:
     try:
         roster_keys = SigningKeyRoster.from_bytes(file.read_bytes()).signing_keys
     except FedVeilError as error:
-        return CheckResult(name, "fail", f"{file}: {error}; run fedveil members roster to write it again")
+        return CheckResult(name, "fail", f"{file}: {error}; run fedveil members roster to rewrite it")
     different = sorted(site for site in {*members, *roster_keys} if members.get(site) != roster_keys.get(site))
     if different:
         return CheckResult(
             name, "fail",
-            f"{file} differs from the registry for {', '.join(different)}: run fedveil members roster, then put the "
-            "new digest into the sites' policies",
+            f"{file} differs from the registry for {', '.join(different)}; run fedveil members roster, then put the "
+            "new digest in the sites' policies",
         )  # fmt: skip
     return CheckResult(name, "ok", f"{len(roster_keys)} sites, same as in the registry, {roster_digest(roster_keys)}")

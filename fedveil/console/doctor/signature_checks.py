@@ -1,4 +1,4 @@
-"""The check of `fedveil doctor` on the server's instruction keys, which a site pins."""
+"""The `fedveil doctor` check of the server's instruction keys, which a site pins."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from fedveil.federation.message_signatures.key_files import INSTRUCTION_KEYS, In
 
 
 def check_instruction_keys(site: SiteConfig, kit: Path) -> CheckResult:
-    """Check that the site pins readable instruction keys, and that its policy requires signatures by them."""
+    """Check that the site pins readable instruction keys, and that its policy requires signatures made with them."""
     name, required = "instruction keys", _required(site)
     if not site.instruction_keys:
         if required:
             return CheckResult(
                 name, "fail",
-                "the policy requires signed instructions, and the node config names no instruction keys: every run is "
+                "the policy requires signed instructions, but the node config has no instruction keys, so every run is "
                 f"refused; take {INSTRUCTION_KEYS} and node-config.toml from a new kit (fedveil members kit)",
             )  # fmt: skip
         return CheckResult(
             name, "warn",
-            "the node config names none: instructions are not verified, so others could forge them; ask the operator "
+            "the node config names none, so instructions are not verified and could be forged; ask the operator "
             "for a new kit (fedveil members kit)",
         )  # fmt: skip
     named, own = Path(site.instruction_keys).expanduser(), kit / INSTRUCTION_KEYS
     file = own if own.is_file() and not named.exists() else named  # containers have other paths
     keys = InstructionKeys.from_file(file)
-    about = f"{file}: {keys_fingerprint(keys.federation, keys.keys)}, of federation {keys.federation}"
+    about = f"{file}: {keys_fingerprint(keys.federation, keys.keys)}, for federation {keys.federation}"
     if required is False:
         return CheckResult(
             name, "warn",
-            f"{about}; the policy permits unsigned instructions all the same: set require-signed-instructions = true",
+            f"{about}; but the policy permits unsigned instructions: set require-signed-instructions = true",
         )  # fmt: skip
     return CheckResult(name, "ok", about)
 
 
 def _required(site: SiteConfig) -> bool | None:
-    """Return whether the policy requires signed instructions; None if it cannot be read, which another check says."""
+    """Return whether the policy requires signed instructions; None if it is unreadable, which another check reports."""
     try:
         return load_policy(site).requires_signed_instructions(site)
     except PolicyError:

@@ -1,1 +1,1 @@
-"""The only Python that knows Flower's programs, flags and ports."""
+"""Everything specific to Flower's programs, flags and ports; no other Python code knows them."""

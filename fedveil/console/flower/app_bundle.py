@@ -1,7 +1,7 @@
-"""The app as Flower sends it: its source folder, the bundle that `flwr build` makes from it, and the bundle's digest.
+"""The app as Flower sends it: the source folder, the bundle that `flwr build` makes from it, and the bundle digest.
 
-This installation's app is the same, byte for byte, in a checkout and in a wheel: the bundle is made from a
-copy with pyproject.toml, LICENSE and the app's Python files, and nothing else.
+This installation's app is byte-for-byte identical in a checkout and in a wheel, because the bundle is made from a
+copy with only pyproject.toml, LICENSE and the app's Python files.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def own_app(target: Path) -> Path:
 
 @contextmanager
 def copy_app(app: Path | None) -> Iterator[Path]:
-    """Yield a copy of an app's folder without excluded files; None means this installation's app; a .fab is kept as is.
+    """Yield a copy of an app's folder without excluded files; None means this installation's app. A .fab is kept as is.
 
-    Flower walks the whole folder several times, including .venv, which delays a submission by 20 seconds. It refuses
-    a folder that does not have the app's name, and writes the bundle to the current folder.
+    Flower walks the whole folder, including .venv, several times, which delays a submission by 20 seconds. It refuses
+    a folder not named after the app, and writes the bundle to the current folder.
     """
     if app is not None and not (app / "pyproject.toml").is_file():
         yield app
@@ -70,6 +70,6 @@ def bundle_digest(app: Path | None) -> str:
 
 
 def _left_out(names: list[str], top: bool) -> set[str]:
-    """Return the names excluded from every bundle, which may be large."""
+    """Return the names excluded from every bundle because they may be large."""
     hidden = {name for name in names if name.startswith(".") and name != ".gitignore"}
     return {"__pycache__"} | ({"venv", "runs", "build", "dist"} | hidden if top else set())

@@ -1,4 +1,4 @@
-"""The keys of one federation: its own CA, the SuperLink's TLS certificate, and a node key for each site."""
+"""A federation's keys: its own CA, the SuperLink's TLS certificate, and a node key for each site."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _OTHER_FORMS = {b"BEGIN EC PRIVATE KEY": "a SEC1 key (PEM)", b"BEGIN PRIVATE KEY
 
 
 def write_tls(folder: Path) -> None:
-    """Write ca.crt, server.pem and server.key. The CA's own key is never written, so it can sign nothing else."""
+    """Write ca.crt, server.pem and server.key. The CA's private key is never written, so it can sign nothing else."""
     ca, ca_key = new_ca("FedVeil CA", VALID)
     write_certificate(folder / "ca.crt", ca)
     write_server(folder, ca, ca_key, ["localhost", "127.0.0.1"], VALID)
 
 
 def new_ca(name: str, valid: timedelta) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    """Create a certificate authority that may sign servers but no other authority."""
+    """Create a certificate authority that may sign server certificates but no other authorities."""
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = (
         _builder(_name(name), _name(name), key.public_key(), valid)
@@ -44,7 +44,7 @@ def new_ca(name: str, valid: timedelta) -> tuple[x509.Certificate, ec.EllipticCu
 def write_server(
     folder: Path, ca: x509.Certificate, ca_key: ec.EllipticCurvePrivateKey, names: Sequence[str], valid: timedelta
 ) -> None:
-    """Write server.pem and server.key for a server with these `names`; never valid for longer than the CA."""
+    """Write server.pem and server.key for a server with these `names`. The certificate never outlives the CA."""
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = (
         _builder(_name("superlink"), ca.subject, key.public_key(), valid, ca.not_valid_after_utc)
@@ -65,14 +65,14 @@ def write_certificate(path: Path, certificate: x509.Certificate) -> None:
 
 
 def write_node_key(path: Path) -> None:
-    """Write a P-384 key pair in OpenSSH's format to `path` and `path`.pub (Flower refuses ed25519)."""
+    """Write a P-384 key pair in OpenSSH format to `path` and `path`.pub (Flower refuses Ed25519)."""
     key = ec.generate_private_key(ec.SECP384R1())
     write_private(path, key, serialization.PrivateFormat.OpenSSH)
     path.with_name(path.name + ".pub").write_text(public_text(key.public_key()) + "\n")
 
 
 def require_node_key(file: Path) -> None:
-    """Raise ConfigError for a private key that Flower does not accept; it says what the key is and how to fix it."""
+    """Raise ConfigError for a private key that Flower does not accept; the error names the key type and the fix."""
     data = file.read_bytes()
     try:
         key = serialization.load_ssh_private_key(data, None)
@@ -85,13 +85,13 @@ def require_node_key(file: Path) -> None:
     if kind:
         mend = f"convert it with ssh-keygen -p -N '' -f {file}" if kind in _OTHER_FORMS.values() else "choose another"
         raise ConfigError(
-            f"{file}: expected a P-384 key in OpenSSH's format without a passphrase, found {kind}; {mend}, or make a "
+            f"{file}: expected a P-384 key in OpenSSH format without a passphrase, found {kind}; {mend}, or make a "
             "new one with fedveil site init"
         )
 
 
 def _is_node_key(data: bytes) -> bool:
-    """Return whether the data is a key of the right kind in another accepted encoding."""
+    """Return whether the data is a P-384 key in another PEM format, which can be converted."""
     try:
         return _is_p384(serialization.load_pem_private_key(data, None))
     except (ValueError, TypeError, UnsupportedAlgorithm):
@@ -115,7 +115,7 @@ def write_private(path: Path, key: ec.EllipticCurvePrivateKey, form: serializati
 
 
 def write_secret(path: Path) -> Path:
-    """Write 64 random hex digits, readable only by their owner; each call draws a new secret."""
+    """Write 64 random hex digits, readable only by the file's owner; each call draws a new secret."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))

@@ -1,4 +1,4 @@
-"""Flower's command line against a running server: nodes and runs. Each call costs a CPU-second, so call it rarely."""
+"""Flower's CLI against a running server: nodes and runs. Each call costs a CPU second, so call it sparingly."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fedveil.console.flower.machine import Value, format_toml
 from fedveil.console.flower.processes import LaunchError, ProcessGroup, flower_environment
 
 CONNECTION = "fedveil"
-_IN_FEDERATION = ("server", "flower")  # the FLWR_HOME of a folder that fedveil provision made
+_IN_FEDERATION = ("server", "flower")  # the FLWR_HOME in a folder made by fedveil provision
 _GONE = "unregistered"
-_SILENT = "Connection to the SuperLink is unavailable"  # Flower's message, which its frame may break at any place
+_SILENT = "Connection to the SuperLink is unavailable"  # Flower's message; its text box may break it anywhere
 
 
 class ServerUnreachableError(LaunchError):
@@ -31,7 +31,7 @@ def write_connection(home: Path, address: str, ca: Path) -> None:
 
 
 def _follow_move(home: Path) -> None:
-    """Write the connection of a federation's folder again if the folder was moved: Flower needs an absolute path.
+    """Rewrite the connection in a federation's folder if the folder was moved, because Flower needs an absolute path.
 
     Raises LaunchError if config.toml cannot be read or written.
     """
@@ -44,16 +44,16 @@ def _follow_move(home: Path) -> None:
             write_connection(home, about["address"], own)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise LaunchError(
-            f"{file}: expected the connection to the server at this place, found one that cannot be read or written "
+            f"{file}: expected a connection to this folder's server, found one that cannot be read or written "
             f"({type(error).__name__}: {error}); give this user access to it, or restore it"
         ) from None
 
 
 def _homeless(home: Path) -> LaunchError:
-    """Return the error for a FLWR_HOME without config.toml; users set it with --federation FOLDER."""
+    """Return the error for a FLWR_HOME without config.toml. Users set it with --federation FOLDER."""
     here = home.absolute()
     if here.parts[-2:] != _IN_FEDERATION:
-        return LaunchError(f"FLWR_HOME: expected config.toml in {home}, found none; name the folder that has it")
+        return LaunchError(f"FLWR_HOME: expected config.toml in {home}, found none; name the folder that contains it")
     return LaunchError(
         f"{here.parents[1]}: expected a folder made by fedveil provision, found no {'/'.join(_IN_FEDERATION)}/"
         "config.toml in it; name that folder"
@@ -61,13 +61,13 @@ def _homeless(home: Path) -> LaunchError:
 
 
 class FlowerCli:
-    """`flwr` with the connection of a FLWR_HOME.
+    """Runs `flwr` with a connection from a FLWR_HOME.
 
     Args:
-        home: the FLWR_HOME; its config.toml has the connection.
-        connection: its name; default: the one that `write_connection` wrote.
-        processes: the group that starts `flwr`; default: one for this object only.
-        env: environment of `flwr`; default: this process's, completed by `environment`.
+        home: the FLWR_HOME, whose config.toml has the connection.
+        connection: the connection's name; default: the one that `write_connection` wrote.
+        processes: the group that starts `flwr`; default: a new one for this object only.
+        env: the environment for `flwr`; default: `flower_environment(home)`.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class FlowerCli:
         self._processes, self._env = processes or ProcessGroup(home), env or flower_environment(self.home)
 
     def nodes(self) -> dict[str, str]:
-        """Return "online", "offline" or "registered" by node id; Flower does not return names here."""
+        """Return "online", "offline" or "registered" by node ID; Flower does not return names here."""
         listed = self._call("supernode", "ls", self._connection)["nodes"]
         return {str(n["node-id"]): str(n["status"]) for n in listed if n["status"] != _GONE}
 
     def register(self, public: str, name: str) -> str:
-        """Register a public key and return its node id. Raises LaunchError with Flower's reason."""
+        """Register a public key and return its node ID. Raises LaunchError with Flower's reason."""
         with tempfile.NamedTemporaryFile("w", suffix=".pub") as file:
             file.write(public + "\n")
             file.flush()
@@ -100,7 +100,7 @@ class FlowerCli:
         self._call("supernode", "unregister", node_id, self._connection)
 
     def submit(self, app: Path | None, settings: Mapping[str, Value]) -> str:
-        """Submit the app in folder `app` with `settings` of its run config; return Flower's number of the run.
+        """Submit the app in folder `app` with run config `settings`; return Flower's run ID.
 
         None means this installation's own app.
         """
@@ -111,14 +111,14 @@ class FlowerCli:
                 return str(self._call("run", str(copy.absolute()), self._connection, "-c", file.name)["run-id"])
 
     def run_status(self, run: str) -> str:
-        """Return the run's status, such as "running" or "finished:failed". Raises LaunchError if there is no run."""
+        """Return the run's status, such as "running" or "finished:failed". Raises LaunchError if the run is unknown."""
         runs = self._call("ls", self._connection, "--run-id", run)["runs"]
         if not runs:
             raise LaunchError(f"run: expected a run that the SuperLink knows, found {run}; flwr ls lists them")
         return str(runs[0]["status"])
 
     def unfinished_runs(self) -> dict[str, str]:
-        """Return the status of each run that has not finished, such as "pending" or "running", by Flower's number."""
+        """Return the status, such as "pending" or "running", of each unfinished run, by Flower's run ID."""
         listed = self._call("ls", self._connection)["runs"]
         return {
             str(run["run-id"]): str(run["status"]) for run in listed if not str(run["status"]).startswith("finished")
@@ -154,13 +154,13 @@ class FlowerCli:
 
     def _flwr(self, *arguments: str) -> str:
         try:
-            # In its own folder: if ./CONNECTION has a pyproject.toml, Flower takes the name for that app's path.
+            # Run in its own folder: if ./CONNECTION has a pyproject.toml, Flower takes the name for that app's path.
             return self._processes.call("flwr", ["flwr", *arguments], self._env, cwd=self.home)
         except LaunchError as error:
             raise self._failure(arguments[0], str(error)) from None
 
     def _failure(self, command: str, reason: str) -> LaunchError:
-        """Return Flower's error; if the server did not answer, the error says what to do."""
+        """Return Flower's error, with advice if the server did not answer."""
         if "".join(_SILENT.split()) not in "".join(reason.split()):
             return LaunchError(reason)
         home = self.home.absolute()

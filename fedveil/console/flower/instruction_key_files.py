@@ -1,8 +1,8 @@
-"""The files with which a server signs its instructions and verifies the sites' replies, in a federation's folder.
+"""Files in a federation's folder with which a server signs instructions and verifies the sites' replies.
 
-    FOLDER/server/instruct/instruction.key   the current private key, 32 bytes: for the process that runs the ServerApp
-           server/roster/signers.json        the sites' public signing keys and states: for the same process
-           server/instruct/bundles.toml      optional: what may run there (fedveil/guard/permitted_bundles.py)
+    FOLDER/server/instruct/instruction.key   the current private key (32 bytes), for the process that runs the ServerApp
+           server/roster/signers.json        the sites' public signing keys and states, for the same process
+           server/instruct/bundles.toml      optional: bundles that may run there (fedveil/guard/permitted_bundles.py)
            ca/instruction-standby.key        the next private key; move it off this machine together with ca.key
 
 A site's kit has both public keys (fedveil/federation/message_signatures/key_files.py).
@@ -37,29 +37,29 @@ def standby_file(folder: Path) -> Path:
 
 
 def signers_file(folder: Path) -> Path:
-    """Return the path of signers.json, with which the server's app process verifies the sites' replies."""
+    """Return the path of signers.json, which the server's app process uses to verify the sites' replies."""
     return folder / "server" / "roster" / SIGNERS
 
 
 def bundles_file(folder: Path) -> Path:
-    """Return the path of the optional list of the bundles that may run on the server."""
+    """Return the path of the optional list of bundles that may run on the server."""
     return current_file(folder).with_name("bundles.toml")
 
 
 def signing_environment(folder: Path, signs: bool) -> dict[str, str]:
-    """Return what the SuperExec hands to the ServerApp's process: the list of permitted bundles, and where it signs.
+    """Return environment variables for the ServerApp's process: the paths of the permitted bundles and signing files.
 
     Args:
-        signs: name both files with which it signs, even if one is missing. The ServerApp then fails with the reason,
+        signs: include both signing files, even if one is missing: the ServerApp then fails with the reason,
             instead of sending unsigned instructions.
     """
     files = {KEY_VARIABLE: current_file(folder), SIGNERS_VARIABLE: signers_file(folder)} if signs else {}
-    files[BUNDLES_VARIABLE] = bundles_file(folder)  # takes effect for the next run when a person writes it
+    files[BUNDLES_VARIABLE] = bundles_file(folder)  # takes effect from the next run on if someone adds it
     return {name: str(file) for name, file in files.items()}
 
 
 def keys_fingerprint(federation: str, public: Sequence[str]) -> str:
-    """Return the fingerprint of a federation's id and its public keys in hex, in any order.
+    """Return the fingerprint of a federation's ID and its public keys (hex, in any order).
 
     It is a SHA-256 in the format that ssh-keygen uses.
     """
@@ -68,18 +68,18 @@ def keys_fingerprint(federation: str, public: Sequence[str]) -> str:
 
 
 def public_key(file: Path) -> str:
-    """Return the public half, in hex, of the private key in `file`. Raises ConfigError."""
+    """Return the public half, in hex, of the private key in `file`. Raises ConfigError if it cannot be read."""
     return crypto.verifying_key(read_key_file(file, str(file), "restore it from a backup", RENEW)).hex()
 
 
 def draw_keys(folder: Path) -> tuple[str, str]:
-    """Create the private keys that are missing in a federation's folder; return both public keys, the current first."""
+    """Create any missing private keys in a federation's folder; return both public keys, the current one first."""
     current, standby = (_ensure_private(file) for file in (current_file(folder), standby_file(folder)))
     return current, standby
 
 
 def _ensure_private(file: Path) -> str:
-    """Return the public half of the key in `file`, which is created if it is missing."""
+    """Return the public half of the key in `file`, creating the key if it is missing."""
     if not file.exists():
         private_folder(file.parent)
         write_atomic(file, os.urandom(crypto.KEY_BYTES))

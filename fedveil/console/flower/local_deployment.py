@@ -1,6 +1,6 @@
-"""A federation on this machine: one SuperLink, a SuperNode for each site, TLS and node authentication.
+"""A federation on this machine: one SuperLink, one SuperNode per site, TLS, and node authentication.
 
-It stops everything that it starts, even after Ctrl-C or an error.
+It stops everything it starts, even after Ctrl-C or an error.
 
     with LocalDeployment([LocalSite("north", data), LocalSite("south", data)]) as federation:
         run = federation.run(app, {"run.dir": str(runs), "run.name": "first"})
@@ -56,7 +56,7 @@ SERVER_APP = "flwr-serverapp"
 
 @dataclass(frozen=True)
 class LocalSite:
-    """A site of the federation: its name, its data ("" = as in the run config), and more of its node config."""
+    """A site in the federation: its name, its data (None = as in the run config), and other node config keys."""
 
     name: str
     data: Path | None = None
@@ -81,16 +81,16 @@ class LocalDeployment:
 
     Args:
         sites: the sites; each gets its own SuperNode.
-        folder: location of keys, logs and the sites' private state; "" means a temporary folder, removed at
+        folder: location of keys, logs and the sites' private state; None means a temporary folder, removed at
             the end.
-        device: "cpu" or "cuda", for every site.
-        client_threads: training threads of one site; 0 divides the machine's cores among the sites.
+        device: "cpu" or "cuda", for all sites.
+        client_threads: training threads per site; 0 divides the machine's cores among the sites.
         database: store the SuperLink's state in a file instead of in memory.
-        start_timeout: seconds until every site must be online.
-        own_waits: sites poll as in unmodified Flower and start a new client process each time, for
-            comparison.
-        guarded: run every site's guard; otherwise only sites with a policy have one.
-        signed: the server and the guarded sites sign what they send.
+        start_timeout: seconds within which all sites must be online.
+        own_waits: for comparison, sites poll as in unmodified Flower and start a new client process each
+            time.
+        guarded: run a guard at every site; otherwise only sites with a policy have one.
+        signed: the server and the guarded sites sign their messages.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class LocalDeployment:
     # Runs
 
     def run(self, app: Path | None, overrides: Mapping[str, Value]) -> int:
-        """Submit the app in folder `app`, or this installation's own, with `overrides`; return the run's id."""
+        """Submit the app in folder `app`, or this installation's own, with `overrides`; return the run ID."""
         submitted = time.time()
         run = int(self.flower.submit(app, overrides))
         if overrides.get("run.dir") and overrides.get("run.name"):
@@ -147,9 +147,9 @@ class LocalDeployment:
         return run
 
     def wait(self, run: int, timeout: float, on_tick: Callable[[dict[str, Any]], None] | None = None) -> RunOutcome:
-        """Wait until the run has ended; call `on_tick` with its status.json about twice a second.
+        """Wait until the run ends; call `on_tick` with its status.json about twice a second.
 
-        A run has also ended if its ServerApp or the SuperLink died silently.
+        A run also counts as ended if its ServerApp or the SuperLink died silently.
         """
         started = asked = time.monotonic()
         while True:
@@ -172,7 +172,7 @@ class LocalDeployment:
             time.sleep(0.5)
 
     def status(self, run: int) -> dict[str, Any]:
-        """Return the run's status.json, {} if there is none yet (an earlier run's does not count)."""
+        """Return the run's status.json, or {} if there is none yet (an earlier run's does not count)."""
         file, submitted = self._status_files.get(run, (Path(), 0.0))
         with suppress(OSError, ValueError):
             if file.stat().st_mtime >= submitted:
@@ -186,11 +186,11 @@ class LocalDeployment:
     # Sites
 
     def kill_site(self, name: str, grace: float = 0.0) -> None:
-        """Kill a site's SuperNode and all its child processes; with `grace` it may notify the SuperLink first."""
+        """Kill a site's SuperNode and all its child processes; with `grace`, it has time to notify the SuperLink."""
         self.processes.kill(name, grace)
 
     def start_site(self, name: str) -> None:
-        """Start a SuperNode and a spare worker, without waiting until it is online. Its key must be registered."""
+        """Start a SuperNode and a spare worker without waiting for the site to come online. Register its key first."""
         log, env = self.processes.log(name), {**self._env(), "OMP_NUM_THREADS": str(self.client_threads)}
         has_policy = "policy" in dict(self.sites[name].node_config)
         env = (
@@ -204,7 +204,7 @@ class LocalDeployment:
         command = supernode_command(link, self.folder / "ca.crt", self._key(name), port, config, secret)
         superexec = start_isolated(self.processes, name, command, env, port, secret)
         site = parse_site(tomllib.loads(self._node_file(name).read_text(encoding="utf-8")))
-        if not self._own_waits:  # unmodified Flower has none, and its CPU seconds would be counted with it
+        if not self._own_waits:  # unmodified Flower has no worker, whose CPU seconds would distort the comparison
             start_spare(site, superexec, self.processes.marked(name, env))
 
     def online(self, name: str) -> bool:
@@ -213,7 +213,7 @@ class LocalDeployment:
         return ONLINE.encode() in self.processes.log(name).read_bytes()[self._log_starts[name] :]
 
     def last_error(self, name: str) -> str:
-        """Return the last exception in a site's log, "" if there is none."""
+        """Return the last exception in a site's log, or ""."""
         return named_error(self.processes.log(name).read_text(errors="replace"))
 
     # Start and stop
@@ -244,7 +244,7 @@ class LocalDeployment:
         return "policy" in dict(self.sites[name].node_config) or (self._guarded and not self._own_waits)
 
     def _write_signing_files(self) -> None:
-        """Write the instruction key, the guarded sites' signing keys, the pinned keys' file, and signers.json."""
+        """Write the instruction key, the guarded sites' signing keys, the pinned-keys file, and signers.json."""
         guarded = [name for name in self.sites if self._is_guarded(name)]
         if not guarded or not self._signed:
             return
@@ -254,14 +254,14 @@ class LocalDeployment:
         signers = {name: SiteSigner("", "", "registered", False) for name in self.sites}
         for name in guarded:
             file = self._signing_key(name)
-            if file.parent == self.folder / "keys":  # else the site's own
+            if file.parent == self.folder / "keys":  # otherwise the site has its own
                 write_atomic(file, os.urandom(crypto.KEY_BYTES))
             signers[name] = SiteSigner("", instruction_key_files.public_key(file), "registered", True)
         self._signers = SiteSigners(federation, len(guarded) == len(self.sites), signers)
         write_atomic(instruction_key_files.signers_file(self.folder), self._signers.to_bytes())
 
     def _list_nodes(self) -> None:
-        """Add the number of each site's node to signers.json, once all are registered."""
+        """Add each site's node ID to signers.json once all sites are registered."""
         if self._signers is None:
             return
         sites = {name: replace(signer, node=self._nodes[name]) for name, signer in self._signers.sites.items()}
@@ -276,18 +276,18 @@ class LocalDeployment:
         return Path(str(own)) if own else self.folder / "keys" / f"{name}.signing"
 
     def start_superlink(self) -> None:
-        """Start the SuperLink; after it was killed, it resumes with its state on disk."""
+        """Start the SuperLink; after a kill, it resumes from its state on disk."""
         port, ca, secret = self._control_port, self.folder / "ca.crt", write_secret(self.folder / "superlink.superexec")
         folder, fleet = self.folder, f"127.0.0.1:{self._fleet_port}"
         command = superlink_command(folder, folder / "registry", folder, port, fleet, self._database, secret)
-        if self._own_waits:  # the app for comparison is any Flower app, whose replies have other records
+        if self._own_waits:  # the app under comparison can be any Flower app, whose replies have other records
             command.append("--without-fleet-checks")
         env = self._env() | self._signing_env()
         start_isolated(self.processes, SUPERLINK, command, env, port, secret, ca)
         self._until(lambda: is_port_open(port) and is_port_open(self._fleet_port), SUPERLINK)
 
     def _start_sites(self) -> None:
-        """Register each key and then start its SuperNode, several at a time."""
+        """Register each site's key, then start its SuperNode, several sites at a time."""
         waiting, registering, starting = deque(self.sites), set[str](), set[str]()
         deadline = time.monotonic() + self._start_timeout
         while waiting or registering or starting:
@@ -316,16 +316,16 @@ class LocalDeployment:
     def _registered(self, name: str) -> bool:
         code = self.processes.ended(f"register-{name}")
         if code:
-            raise LaunchError(f"{name}: its key was not registered: {self.processes.tail(f'register-{name}')}")
+            raise LaunchError(f"{name}: its key could not be registered: {self.processes.tail(f'register-{name}')}")
         if code == 0:
             self._nodes[name] = self._node_number(name)
         return code == 0
 
     def _node_number(self, name: str) -> str:
-        """Return Flower's number of a site's node, from the answer to its registration."""
+        """Return Flower's ID for a site's node, from the response to its registration."""
         answer = self.processes.log(f"register-{name}").read_text(errors="replace")
         if not (number := re.search(r'"node-id": *"?(\d{1,20})"?', answer)):
-            raise LaunchError(f"{name}: expected the number of its node, found {answer.strip()[-300:]!r}")
+            raise LaunchError(f"{name}: expected its node ID, found {answer.strip()[-300:]!r}")
         return number[1]
 
     # Helpers
@@ -358,14 +358,14 @@ class LocalDeployment:
         return self.folder / "keys" / name
 
     def _write_node_config(self, name: str) -> Path:
-        """Write a file, because key=value pairs of `--node-config` do not support every path."""
+        """Write the node config to a file, because `--node-config` key=value pairs do not support every path."""
         site = self.sites[name]
         folder = self.folder / "sites" / name
         folder.mkdir(mode=0o700, exist_ok=True)
         config: dict[str, Value] = {"site": name, "state-dir": str(folder), "device": self.device}
         config["simulated"] = True
         config |= {"partition-id": list(self.sites).index(name), "num-partitions": len(self.sites)}
-        if site.data is not None:  # others may share the folder, so no id is written there
+        if site.data is not None:  # sites may share the folder, so no ID is written there
             config |= {"data": str(site.data.absolute()), "data-set": name}
         if self._is_guarded(name) and self._signed:
             pinned = self.folder / INSTRUCTION_KEYS

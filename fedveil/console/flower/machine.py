@@ -1,4 +1,4 @@
-"""Small things about this machine: free ports, cores, and TOML text for Flower's own config files."""
+"""Small utilities: free ports and cores of this machine, and TOML text for Flower's own config files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 
 from fedveil.console.flower.processes import LaunchError
 
-PORTS = range(20000, 32000)  # below the range that systems take for outgoing connections
+PORTS = range(20000, 32000)  # below the range that systems use for outgoing connections
 
 Value = bool | int | float | str | Mapping[str, str]
 
@@ -30,7 +30,7 @@ def _toml_value(value: Value) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return `count` different free TCP ports of the loopback interface."""
+    """Return `count` distinct free TCP ports on the loopback interface."""
     with ExitStack() as stack:
         ports: list[int] = []
         for port in random.SystemRandom().sample(PORTS, len(PORTS)):
@@ -44,12 +44,12 @@ def free_ports(count: int) -> list[int]:
 
 
 def is_port_open(port: int) -> bool:
-    """Return whether a process accepts connections on this port of the loopback interface."""
+    """Return whether a process accepts connections on this loopback port."""
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=0.2):
         return True
     return False
 
 
 def count_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,7 +1,7 @@
-"""Create operator tokens, write them where Flower's command line looks for a login, and build the server's entry.
+"""Create operator tokens, write them where Flower's CLI looks for a login, and build the server's entry for each.
 
-`flwr` sends the token in its `credentials.yaml` for an address as `Authorization: Bearer`; the server stores only a
-SHA-256 (fedveil/guard/operator_access.py). A token is 256 random bits, so a plain hash is sufficient.
+`flwr` sends an address's token from its `credentials.yaml` as `Authorization: Bearer`. The server stores only a
+SHA-256 of it (fedveil/guard/operator_access.py). A token has 256 random bits, so a plain hash is enough.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILE = "operators.json"
 
 
 def new_token() -> str:
-    """Return a new token of 43 characters."""
+    """Return a new 43-character token."""
     return secrets.token_urlsafe(32)
 
 
@@ -32,7 +32,7 @@ def operator_entry(role: str, token: str, now: datetime, until: datetime) -> dic
 
 
 def write_login(home: Path, address: str, token: str) -> None:
-    """Write credentials.yaml to a FLWR_HOME: `flwr` sends `token` to the control port at `address` (HOST:PORT)."""
+    """Write credentials.yaml to a FLWR_HOME, so that `flwr` sends `token` to the control port `address` (HOST:PORT)."""
     credentials = {"authn-type": "oidc", "oidc-access-token": token, "oidc-refresh-token": "none"}
     about = {
         f"flower.account-auth.{address}.{key}": base64.b64encode(v.encode()).decode() for key, v in credentials.items()
@@ -41,9 +41,9 @@ def write_login(home: Path, address: str, token: str) -> None:
 
 
 def write_registry(folder: Path, keys: Mapping[str, Path], home: Path, address: str) -> None:
-    """Write a local federation's registry: the sites' keys, valid for a year, and an operator with login in `home`.
+    """Write a local federation's registry: the sites' keys, valid for a year, and an operator whose login is in `home`.
 
-    `keys` gives each site's private key; the public key is next to it.
+    `keys` gives the path of each site's private key; the public key is next to it.
     """
     now, token = datetime.now(UTC), new_token()
     until = now + timedelta(days=365)

@@ -1,7 +1,7 @@
-"""The processes of one federation: start them, read their logs, and leave none behind.
+"""Manage one federation's processes: start them, read their logs, and leave none behind.
 
-Flower puts some of its children into separate sessions, and a child whose parent died belongs to init. So a process
-is recognized by an inherited environment variable with this federation's random token.
+Flower puts some of its children in separate sessions, and a child whose parent died belongs to init. So a process
+is identified by an inherited environment variable that contains this federation's random token.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class LaunchError(FedVeilError):
 
 
 class ProcessGroup:
-    """Starts processes with a common mark, each in its own process group, and stops all that carry the mark.
+    """Starts processes with a common mark, each in its own process group, and stops all processes with that mark.
 
     Attributes:
-        logs: the folder with one log file per process.
+        logs: the folder for one log file per process.
         token: the beginning of the mark.
     """
 
@@ -51,11 +51,11 @@ class ProcessGroup:
     def start(
         self, name: str, command: Sequence[str], env: Mapping[str, str], of: str = "", cwd: Path | None = None
     ) -> None:
-        """Start `command` under `name` in the folder `cwd`; stdout and stderr go to the log of that name.
+        """Start `command` as process `name` in the folder `cwd`; stdout and stderr go to the log of that name.
 
-        With `of`, it is part of that process: it is called "OF NAME", ends with it, and shares its log.
+        With `of`, it becomes part of that process: it is called "OF NAME", ends with it, and shares its log.
         """
-        self._reap()  # an earlier process of that name
+        self._reap()  # an earlier process with that name
         with self.log(of or name).open("ab") as log:
             self._children[f"{of} {name}".strip()] = subprocess.Popen(
                 [_program(command[0], env), *command[1:]],
@@ -68,15 +68,15 @@ class ProcessGroup:
             )
 
     def marked(self, name: str, env: Mapping[str, str]) -> dict[str, str]:
-        """Return `env` with a mark, so that the process stops together with `name`, regardless of its parent."""
+        """Return `env` with a mark that makes a process stop together with `name`, regardless of its parent."""
         return {**env, MARK: f"{self.token}:{name}"}
 
     def pid(self, name: str) -> int:
-        """Return the process id of `name`."""
+        """Return the process ID of `name`."""
         return self._children[name].pid
 
     def ended(self, name: str) -> int | None:
-        """Return the exit code of `name` or of a part of it that has ended; None while all of them run."""
+        """Return the exit code of `name`, or of one of its parts, once one has ended; None while all are running."""
         codes = [child.poll() for child in self._parts(name).values()]
         return next((code for code in codes if code is not None), None)
 
@@ -92,7 +92,7 @@ class ProcessGroup:
         timeout: float = 120.0,
         cwd: Path | None = None,
     ) -> str:
-        """Run `command` to its end and return its stdout. Raises LaunchError with the last lines if it fails."""
+        """Run `command` until it ends and return its stdout. Raises LaunchError with its last lines if it fails."""
         child = subprocess.Popen(
             [_program(command[0], env), *command[1:]],
             env=self.marked(name, env),
@@ -119,20 +119,20 @@ class ProcessGroup:
         return self.logs / f"{name}.log"
 
     def tail(self, name: str, lines: int = 8) -> str:
-        """Return the last lines of the log of `name`, on one line."""
+        """Return the last lines of `name`'s log, joined into one line."""
         with suppress(OSError):
             return _last_lines(self.log(name).read_text(errors="replace"), lines)
         return "(no log)"
 
     def kill(self, name: str, grace: float = 0.0) -> None:
-        """Kill `name` and everything that it started; with `grace`, send SIGTERM that many seconds before SIGKILL."""
+        """Kill `name` and everything it started; with `grace`, send SIGTERM that many seconds before SIGKILL."""
         _end(lambda: self._marked(name), grace)
         self._bury(*self._parts(name).values())
 
     def runs(self, program: str, name: str) -> bool:
-        """Return whether `name` has a running process of this program."""
+        """Return whether `name` has a running process with this program."""
         known = self._found.get((program, name))
-        # Callers that wait for its end ask twice a second, and listing all processes takes a tenth of a second.
+        # Callers that wait for it to end ask twice a second, and listing all processes takes a tenth of a second.
         if known is not None and known.is_running() and _runs(known):
             return True
         of_it = (process for process in self._marked(name) if _name(process).startswith(program[:15]))
@@ -140,11 +140,11 @@ class ProcessGroup:
         return running_process is not None
 
     def alive(self, name: str | None = None) -> list[psutil.Process]:
-        """Return all running processes that carry the mark; with `name`, that process and those that it started."""
+        """Return all running processes with the mark; with `name`, only that process and those it started."""
         return self._marked(name)
 
     def stop(self, grace: float = 3.0) -> None:
-        """Send SIGTERM, and after `grace` seconds SIGKILL, until nothing is left. A Ctrl-C meanwhile is ignored."""
+        """Send SIGTERM, and after `grace` seconds SIGKILL, until nothing is left. Ctrl-C is ignored meanwhile."""
         with _undisturbed():
             _end(self._marked, grace)
             self._bury(*self._children.values())
@@ -153,7 +153,7 @@ class ProcessGroup:
         return {key: child for key, child in self._children.items() if key == name or key.startswith(f"{name} ")}
 
     def _marked(self, name: str | None = None) -> list[psutil.Process]:
-        # Only for running ones: another process may have the id of one that has ended.
+        # Only running children count, because the ID of an ended process may have been reused.
         own = {child.pid for key, child in self._children.items() if name in (None, key) and child.poll() is None}
         mark = f"{self.token}:{name or ''}"
         processes: dict[int, psutil.Process] = {}
@@ -167,7 +167,7 @@ class ProcessGroup:
         return [process for process in processes.values() if _runs(process)]
 
     def _bury(self, *children: subprocess.Popen[bytes]) -> None:
-        """Reap ended processes. This may take a moment, because threads of a dead process end one by one."""
+        """Reap ended processes. This may take a moment, because a dead process's threads end one by one."""
         deadline = time.monotonic() + 5.0
         while any(child.poll() is None for child in children) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -176,7 +176,7 @@ class ProcessGroup:
         self._seen.clear()
 
     def _reap(self) -> int:
-        """Reap adopted orphans, which would otherwise stay in the process table; return how many are left."""
+        """Reap adopted orphans, which would otherwise stay in the process table; return how many remain."""
         own, left = {child.pid for child in self._children.values() if child.poll() is None}, 0
         for process in psutil.Process().children():
             with suppress(psutil.Error, OSError):
@@ -187,7 +187,7 @@ class ProcessGroup:
 
 
 def find_marked_processes(token: str) -> list[psutil.Process]:
-    """Find processes that an earlier `ProcessGroup` with this token left running; none if the token is ""."""
+    """Find processes that an earlier `ProcessGroup` with this token left running; [] if the token is ""."""
     processes = []
     for process in psutil.process_iter() if token else ():
         with suppress(psutil.Error, OSError):
@@ -216,7 +216,7 @@ def _adopt_orphans() -> None:
 
 
 def _end(find: Callable[[], list[psutil.Process]], grace: float) -> None:
-    """End the processes that `find` returns; call it again after each kill, because they may have started others."""
+    """End the processes that `find` returns; call `find` again after each kill, as they may have started others."""
     processes = find()
     if grace:
         _signal(processes, signal.SIGTERM)
@@ -230,7 +230,7 @@ def _end(find: Callable[[], list[psutil.Process]], grace: float) -> None:
 
 
 def _wait(processes: Sequence[psutil.Process], timeout: float) -> None:
-    """Wait until all have ended. psutil's own wait would take our children's exit codes away from Popen."""
+    """Wait until all processes have ended. psutil's own wait would take our children's exit codes away from Popen."""
     deadline = time.monotonic() + timeout
     while any(_runs(process) for process in processes) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -270,13 +270,13 @@ def _last_lines(text: str, lines: int) -> str:
 
 
 def flower_environment(flower_home: Path) -> dict[str, str]:
-    """Return the environment of Flower's processes and their children."""
+    """Return the environment for Flower's processes and their children."""
     programs = str(Path(sys.executable).parent)
     env = {
-        # Several processes share the cores: threads that spin while waiting cost ten times the work itself.
+        # Several processes share the cores; threads that spin while waiting would cost ten times as much as the work.
         "OMP_WAIT_POLICY": "PASSIVE",
-        # Large blocks go back to the system when they are freed. Flower pulls and pushes in threads, whose arenas would
-        # otherwise keep a message's memory several times over. The worker, which trains, does without.
+        # Return large blocks to the system when they are freed. Flower pulls and pushes in threads, whose arenas would
+        # otherwise hold a message's memory several times over. The worker, which trains, does not use this setting.
         "MALLOC_MMAP_THRESHOLD_": "1048576",
         **{key: value for key, value in os.environ.items() if not key.startswith("FLWR_")},
         "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
@@ -291,7 +291,7 @@ def flower_environment(flower_home: Path) -> dict[str, str]:
 
 
 def named_error(log: str) -> str:
-    """Return the last line that names an exception, "" if there is none."""
+    """Return the last line that names an exception, or ""."""
     pattern = re.compile(r"^\s*([A-Za-z_][\w.]*(?:Error|Exception|Refused)\b.*)$", re.MULTILINE)
     error_lines: list[str] = pattern.findall(log)
     return error_lines[-1].strip() if error_lines else ""

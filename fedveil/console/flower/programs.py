@@ -1,7 +1,7 @@
-"""The commands of Flower's two long-lived programs, with every flag that FedVeil passes to them.
+"""The commands for Flower's long-lived programs, with every flag that FedVeil passes to them.
 
-They are the same for all Flower releases. --fleet-api-address, where sites are served, is Flower's own option in 1.39;
-from 1.41 on the guard's `flower-superlink` takes it (fedveil/guard/flower/fleet_http.py)."""
+They are the same for all Flower releases. --fleet-api-address, where sites connect, is Flower's own option in 1.39;
+from 1.41 on, the guard's `flower-superlink` implements it (fedveil/guard/flower/fleet_http.py)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ ONLINE = "SuperNode ID:"  # a SuperNode logs this once the SuperLink has accepte
 def superlink_command(
     folder: Path, registry: Path, state: Path, control_port: int, fleet: str, database: bool, secret: Path
 ) -> list[str]:
-    """Return the SuperLink's command: TLS, SuperNode keys required, control port on loopback.
+    """Return the SuperLink's command, with TLS, required SuperNode keys, and the control port on loopback.
 
     Args:
-        folder: folder of its certificate and key.
-        registry: registry of the sites and operators, for the guard's program (fedveil/guard/superlink.py).
-        state: folder of the control port's log and of the database.
+        folder: folder with its certificate and key.
+        registry: registry of sites and operators, for the guard's program (fedveil/guard/superlink.py).
+        state: folder for the control port's log and the database.
         fleet: HOST:PORT for the sites.
         database: store its state in superlink.db instead of in memory.
-        secret: secret that its SuperExec must present.
+        secret: file with the secret that its SuperExec must present.
     """
     return [
         "flower-superlink", "--fedveil-registry", str(registry),
@@ -36,9 +36,9 @@ def superlink_command(
 
 
 def supernode_command(superlink: str, ca: Path, key: Path, port: int, node_config: Path, secret: Path) -> list[str]:
-    """Return a site's SuperNode command: TLS and its own key to `superlink` (HOST:PORT), its own API on loopback.
+    """Return a site's SuperNode command: it connects to `superlink` (HOST:PORT) with TLS and its own key.
 
-    `secret`: secret that its SuperExec must present.
+    Its API is on loopback. `secret`: file with the secret that its SuperExec must present.
     """
     return [
         "flower-supernode", "--root-certificates", str(ca), "--superlink", superlink,
@@ -48,7 +48,7 @@ def supernode_command(superlink: str, ca: Path, key: Path, port: int, node_confi
 
 
 def relay_supernode_command(port: int, node_config: Path, secret: Path) -> list[str]:
-    """Return the command of a site's SuperNode that uses a relay's folders and never contacts its address."""
+    """Return the command for a site's SuperNode that uses relay folders and never contacts its SuperLink address."""
     return [
         "flower-supernode", "--grpc-rere", "--insecure", "--superlink", "127.0.0.1:1", "--host", "127.0.0.1",
         "--port", str(port), "--node-config", str(node_config), "--isolation", "process",
@@ -57,9 +57,9 @@ def relay_supernode_command(port: int, node_config: Path, secret: Path) -> list[
 
 
 def superexec_command(port: int, secret: Path, parent: int, ca: Path | None) -> list[str]:
-    """Return the SuperExec command for a SuperLink or SuperNode on this machine; it ends with the process `parent`.
+    """Return the SuperExec command for a SuperLink or SuperNode on this machine. It exits when process `parent` ends.
 
-    `ca`: CA of that port's certificate; None = no TLS.
+    `ca`: the CA for the port's certificate; None means no TLS.
     """
     return [
         "flower-superexec", "--runtime-api-address", f"127.0.0.1:{port}", "--superexec-auth-secret-file", str(secret),

@@ -1,6 +1,6 @@
-"""The app on Flower's simulation engine: many sites in a few processes of this machine, without a network.
+"""Run the app on Flower's simulation engine: many sites in a few processes on this machine, without a network.
 
-Needs the extra "simulation". It stops everything that it starts, including Flower's SuperLink, which would keep
+This needs the extra "simulation". It stops everything it starts, including Flower's SuperLink, which would keep
 running.
 """
 
@@ -22,10 +22,10 @@ from fedveil.console.flower.processes import LaunchError, ProcessGroup, flower_e
 
 
 class LocalSimulation:
-    """One of Flower's SuperLinks for simulations; none of its processes outlives the `with` block.
+    """A Flower SuperLink for simulations; none of its processes outlive the `with` block.
 
     Attributes:
-        processes: all processes that it has started.
+        processes: all processes it has started.
     """
 
     def __init__(self) -> None:
@@ -47,12 +47,12 @@ class LocalSimulation:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def run(self, nodes: int, settings: Mapping[str, Value], timeout: float) -> dict[str, Any]:
-        """Run this installation's app on `nodes` nodes to its end; each trains on one core.
+        """Run this installation's app on `nodes` nodes until it ends; each node trains on one core.
 
-        Returns the run's status.json; {} if it wrote none.
+        Returns the run's status.json, or {} if the run wrote none.
 
         Raises:
-            LaunchError: `flwr run` failed, or did not end in time.
+            LaunchError: `flwr run` failed or timed out.
         """
         file, (control, api) = self._folder / "run.toml", free_ports(2)
         file.write_text(format_toml(settings), encoding="utf-8")

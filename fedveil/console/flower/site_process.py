@@ -1,4 +1,4 @@
-"""Start a site's own processes next to Flower's SuperNode: the entry point that decides, and a warm worker."""
+"""Start a site's own processes next to Flower's SuperNode: the guarded entry point and a warm worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedveil.guard.task_programs import CLIENT_APP, REFUSED_PROGRAMS, SERVER_APP
 
 SUPEREXEC = "superexec"
 _OWN_PORTS = ("flower-superlink", "flower-supernode")
-# For a server's SuperExec and apps: they find the same packages as Flower's own programs.
+# For a server's SuperExec and apps, which find the same packages as Flower's own programs.
 _SCRIPT_OF_SERVER = """#!{python}
 import os
 import sys
@@ -58,11 +58,11 @@ main({argument})
 
 
 def write_guard(folder: Path, require_policy: bool = True) -> Path:
-    """Write the site's `flwr-clientapp`, which precedes Flower's own on the PATH (fedveil/guard/clientapp.py).
+    """Write the site's `flwr-clientapp`, which comes before Flower's own on the PATH (fedveil/guard/clientapp.py).
 
-    Also a `flower-superexec` that starts no other program; on Linux it starts this one without a new Python
-    (fedveil/guard/process_zygote.py). Flower's other programs for tasks are replaced by refusals. All
-    run this installation and ignore PYTHON* variables, because a forgotten or another user's PYTHONPATH would replace
+    Also write a `flower-superexec` that starts no other program; on Linux, it starts this one without a new Python
+    process (fedveil/guard/process_zygote.py). Flower's other task programs are replaced by refusals. All of these
+    run this installation and ignore PYTHON* variables, because a forgotten or foreign PYTHONPATH would replace
     the guard with other code.
     """
     if sys.platform == "linux":
@@ -74,7 +74,7 @@ def write_guard(folder: Path, require_policy: bool = True) -> Path:
 
 
 def write_programs(folder: Path, own_ports: bool) -> Path:
-    """Write all programs of an image or a host, for a server or a site; return the guard's."""
+    """Write all programs for an image or a host, for a server or a site; return the guard's path."""
     write_program(folder / "flower-supernode", "guard.supernode", "")
     guard = write_guard(folder)
     if own_ports:
@@ -89,7 +89,7 @@ def write_programs(folder: Path, own_ports: bool) -> Path:
 
 
 def write_superlink(folder: Path) -> None:
-    """Write a `flower-superlink` that enforces the sites' last days and the operators (fedveil/guard/superlink.py).
+    """Write a `flower-superlink` that enforces site expiry dates and operator roles (fedveil/guard/superlink.py).
 
     Also write `flower-superexec` and `flwr-serverapp`, which survive unexpected answers from the SuperLink.
     """
@@ -100,9 +100,9 @@ def write_superlink(folder: Path) -> None:
 
 
 def write_own_ports(folder: Path) -> None:
-    """Write `flower-superlink` and `flower-supernode` that serve only this user (fedveil/guard/loopback_ports.py).
+    """Write a `flower-superlink` and a `flower-supernode` that serve only this user (fedveil/guard/loopback_ports.py).
 
-    Only on Linux, with a SuperExec on the same machine; containers use a network of their own instead.
+    This works only on Linux, with a SuperExec on the same machine; containers use their own network instead.
     Elsewhere `flower-superlink` has only the other checks.
     """
     write_superlink(folder)
@@ -111,9 +111,9 @@ def write_own_ports(folder: Path) -> None:
 
 
 def write_program(script: Path, module: str, argument: str, form: str = _SCRIPT) -> Path:
-    """Write a program of this installation that calls `main(argument)` of a module: "guard.supernode". Return it.
+    """Write a program that calls `main(argument)` of `module`, such as "guard.supernode"; return its path.
 
-    The write is atomic: a process that was just started may read its program while the next one is being written, and
+    The write is atomic: a just-started process may read its program while the next one is being written, and
     Python takes an empty file for a program that does nothing and exits with code 0.
     """
     about = {"python": sys.executable, "root": str(paths.import_root()), "cache": sys.pycache_prefix}
@@ -121,7 +121,7 @@ def write_program(script: Path, module: str, argument: str, form: str = _SCRIPT)
 
 
 def write_refusals(folder: Path, programs: Iterable[str], permitted: str) -> None:
-    """Write programs that exit with code 2 and a reason: they precede Flower's own of the same name on the PATH."""
+    """Write programs that exit with code 2 and a reason, and come before Flower's own on the PATH."""
     for program in programs:
         _write_script(folder / program, _REFUSAL.format(program=program, permitted=permitted))
 
@@ -147,7 +147,7 @@ def unguarded_environment(env: Mapping[str, str], folder: Path, own_waits: bool 
     `own_waits`: use Flower's own programs and polling intervals (fedveil/guard/poll_backoff.py).
     """
     env = {**env, "PATH": os.pathsep.join([str(folder), env["PATH"]])}
-    if own_waits or sys.platform != "linux":  # the PATH may have a server's, which starts no ClientApp
+    if own_waits or sys.platform != "linux":  # the PATH may have a server's SuperExec, which starts no ClientApp
         write_program(folder / "flower-superexec", "guard.superexec", repr(CLIENT_APP), _SCRIPT_OF_SERVER)
         return {**env, poll_backoff.VARIABLE: "3"}
     write_program(folder / "flower-superexec", "guard.process_zygote", "guarded=False")
@@ -170,9 +170,9 @@ def start_isolated(
     ca: Path | None = None,
     cwd: Path | None = None,
 ) -> int:
-    """Start a SuperLink or SuperNode and its separate SuperExec; return the SuperExec's process id.
+    """Start a SuperLink or SuperNode and its separate SuperExec; return the SuperExec's process ID.
 
-    Flower asks a SuperExec for its `secret` only if it did not start it itself. Apps run in the folder `cwd`.
+    Flower asks for the `secret` only if it did not start the SuperExec itself. Apps run in the folder `cwd`.
     """
     processes.start(name, command, env)
     return start_superexec(processes, name, env, port, secret, ca, cwd)
@@ -187,15 +187,15 @@ def start_superexec(
     ca: Path | None = None,
     cwd: Path | None = None,
 ) -> int:
-    """Start only the SuperExec of the running SuperLink or SuperNode `name`; return its process id."""
+    """Start only the SuperExec for the running SuperLink or SuperNode `name`; return its process ID."""
     processes.start(SUPEREXEC, superexec_command(port, secret, processes.pid(name), ca), env, of=name, cwd=cwd)
     return processes.pid(f"{name} {SUPEREXEC}")
 
 
 def start_spare(site: SiteConfig, owner: int, env: Mapping[str, str]) -> WorkerRecord:
-    """Start a worker without a run, for this installation's app, that ends with the process `owner`.
+    """Start a worker for this installation's app before any run; it ends with the process `owner`.
 
-    The first run of the same app version takes it. Raises LaunchError if there is no such process.
+    The first run with the same app version uses it. Raises LaunchError if there is no process `owner`.
     """
     folder = WorkerRegistry(site.state_dir, site.site)
     try:

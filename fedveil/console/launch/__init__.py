@@ -1,1 +1,1 @@
-"""Start a site or a server, and explain why it does not start."""
+"""Start a site or a server, and explain why if it does not start."""

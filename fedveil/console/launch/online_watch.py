@@ -1,4 +1,4 @@
-"""Find out whether a site is online and if not, why: explain Flower's exit codes and its silent failures."""
+"""Find out whether a site is online and, if not, why: explain Flower's exit codes and silent failures."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from fedveil.records import audit_log
 from fedveil.sanitize import sanitize
 
 _POLL_SECONDS = 0.5
-_PROBE_SECONDS = 10.0  # between two queries of a server that has not accepted the site yet
+_PROBE_SECONDS = 10.0  # between queries to a server that has not accepted the site yet
 _CONNECT_SECONDS = 3.0
-HELD_SECONDS = 75.0  # Flower considers a site online until two of its heartbeats, 30 s apart, are missing
+HELD_SECONDS = 75.0  # Flower considers a site online until it misses two heartbeats, which are 30 s apart
 HELD_POLL_SECONDS = 10.0
 _AWAY_SECONDS = 10.0  # a shorter outage is not reported
-_MOST_HEARD = 1 << 20  # bytes of the log per read: app output is unbounded
+_MOST_HEARD = 1 << 20  # log bytes per read, because app output is unbounded
 _LINK = re.compile(rb"Connection (attempt failed, retrying|successful after)")  # Flower 1.39, 1.41 and 1.42
-# Why the server asks a site to try again: fedveil/guard/flower/retries.py writes it.
+# The reason why the server asks a site to try again, written by fedveil/guard/flower/retries.py.
 _TEMPORARY = re.compile(rb"fedveil: ((?:the site's clock is|this key is registered, but) [^\"\n]{1,300})")
 _SAID = re.compile(
     r'details = "(fedveil: [^"\n]{1,400})|^(?:\[code: 0\] )?(fedveil: .{1,400})$', re.MULTILINE
@@ -40,13 +40,13 @@ _REFUSED = "305"
 _MEANINGS = {
     "302": "the key is not an elliptic-curve key; make one with fedveil site init",
     _REFUSED: "the server does not know the key, or a site with this key is already online; the operator registers a "
-    "key with fedveil members register, and a site must run only once",
+    "key with fedveil members register, and a site must not run twice at once",
 }
 _TROUBLE = {"failed": "failed", "refused": "was refused", "withheld": "was withheld"}
 
 
 class SiteProcessEndedError(ConfigError):
-    """The SuperNode ended for a reason that a restart may fix. `kind` is equal for equal causes."""
+    """The SuperNode ended for a reason that a restart may fix. `kind` is the same for the same cause."""
 
     def __init__(self, text: str, kind: str = "") -> None:
         super().__init__(text)
@@ -54,14 +54,14 @@ class SiteProcessEndedError(ConfigError):
 
 
 class StateLockedError(ConfigError):
-    """The server answers but does not accept this key now: it is already online, or unknown without a stated reason."""
+    """The server answers but does not accept this key now: it is already online, or unknown for no stated reason."""
 
 
 def missing_sites(superlink: str, ca: Path) -> str:
-    """Return why nothing answers at HOST:PORT; "" if this federation's server does. A SuperNode keeps trying.
+    """Return the reason why nothing answers at HOST:PORT, or "" if this federation's server does.
 
     Raises:
-        ConfigError: something else answers there.
+        ConfigError: something else listens there.
     """
     port_check = checks.run_check("fleet port", lambda: checks.check_fleet_port(superlink, ca))
     if port_check.verdict != "fail":
@@ -72,7 +72,7 @@ def missing_sites(superlink: str, ca: Path) -> str:
 
 
 def wrong_clock(superlink: str, ca: Path) -> str:
-    """Return how far this machine's clock is from the server's if the server refuses that; else ""."""
+    """Return a message with the clock offset if the server refuses this machine's clock, or ""."""
     clock = checks.run_check("clock", lambda: checks.check_server_clock(superlink, ca))
     too_far = clock.verdict == "fail" and "clock is" in clock.text
     return f"{clock.text}; until then the server refuses this site, which keeps retrying" if too_far else ""
@@ -92,17 +92,17 @@ def _answers(superlink: str) -> bool:
 
 @dataclass
 class SiteStartWatcher:
-    """Follows one start of a site, and prints status messages for its users.
+    """Follows one start of a site and prints status messages for its users.
 
     Attributes:
-        began: byte of the site's log at which this start begins.
-        read: byte up to which its audit log was shown.
-        heard: byte up to which its log was read for Flower's messages on the connection.
-        away: when the connection was lost, by this process's clock and by wall time; None = it is fine.
-        since: when it came online, in seconds since 1970; earlier heartbeats do not count.
-        was_online: true if an earlier start by this command was online.
-        silence_said: whether the last message was that the server does not hear this site.
-        temporary: the last reason for which the server asked it to try again.
+        began: byte offset in the site's log at which this start begins.
+        read: byte offset up to which its audit log has been shown.
+        heard: byte offset up to which its log has been read for Flower's connection messages.
+        away: when the connection was lost, in monotonic and in wall-clock time; None if it is up.
+        since: when the site came online, in seconds since 1970; earlier heartbeats do not count.
+        was_online: whether an earlier start by this command came online.
+        silence_said: whether the last message said that the server does not hear this site.
+        temporary: the last reason why the server asked the site to try again.
     """
 
     processes: ProcessGroup
@@ -132,10 +132,10 @@ class SiteStartWatcher:
     def until_ended(
         self, also: Callable[[], None] = lambda: None, part_ended: Callable[[int], None] | None = None
     ) -> int:
-        """Follow the SuperNode until it ends, which raises ConfigError with the reason. Call `also` meanwhile.
+        """Follow the SuperNode until it ends, then raise ConfigError with the reason. Call `also` meanwhile.
 
-        If another of its processes ends, `part_ended` is called with the exit code to restart it; without
-        `part_ended`, that ends the SuperNode too.
+        If another of the site's processes ends, call `part_ended` with the exit code to restart it; without
+        `part_ended`, treat that as the SuperNode's end.
         """
         probed = time.monotonic()
         while True:
@@ -161,8 +161,8 @@ class SiteStartWatcher:
         raise self.ended(code)
 
     def look(self) -> None:
-        """Print once why nothing answers. Raises ConfigError like `missing_sites`, unless the site was online before:
-        then it is this federation's server, even if the connection broke or the server restarted."""
+        """Print once why nothing answers. Raises ConfigError like `missing_sites`, unless the site was online before;
+        in that case it is this federation's server, even if the connection broke or the server restarted."""
         previous_reason = self.missing
         try:
             self.missing = missing_sites(self.superlink, self.ca)
@@ -174,13 +174,13 @@ class SiteStartWatcher:
             print(f"site {self.name}: {self.missing}", flush=True)
 
     def listen(self) -> None:
-        """Print once that a server that had accepted the site is away, and once that it is back."""
+        """Print once when the server that had accepted the site stops answering, and once when it is back."""
         try:
             with self.processes.log(self.name).open("rb") as log:
                 self.heard = min(self.heard, log.seek(0, 2))  # continue at the end of a truncated log
                 log.seek(self.heard)
                 new = log.read(_MOST_HEARD)
-        except OSError:  # moved away: the site runs on without server messages
+        except OSError:  # the log was moved away: the site keeps running, without these messages
             return
         whole = new if len(new) == _MOST_HEARD else new[: new.rfind(b"\n") + 1]
         self.heard += len(whole)
@@ -188,7 +188,7 @@ class SiteStartWatcher:
             if why != self.temporary:
                 text = sanitize(why.decode(errors="replace"), 400)
                 print(
-                    f"site {self.name}: the server does not serve it yet: {text}; this site keeps retrying", flush=True
+                    f"site {self.name}: the server does not serve it yet: {text}; the site keeps retrying", flush=True
                 )
                 self.temporary = why
         for link_event in _LINK.findall(whole):
@@ -198,21 +198,21 @@ class SiteStartWatcher:
             if self.away_said and self.away:
                 waited = time.monotonic() - self.away[0]
                 print(f"site {self.name}: the server answers again, after {waited:.0f} s", flush=True)
-                self.since = time.time()  # the first heartbeat comes some seconds later
+                self.since = time.time()  # the first heartbeat comes a few seconds later
             self.away, self.away_said = None, False
         if self.online and self.away and not self.away_said and time.monotonic() - self.away[0] >= _AWAY_SECONDS:
-            text = f"no answer from the server at {self.superlink} since {self.away[1]}; this site keeps retrying, and "
-            print(f"site {self.name}: {text}resumes by itself once it answers", flush=True)
+            text = f"no answer from the server at {self.superlink} since {self.away[1]}; the site keeps retrying and "
+            print(f"site {self.name}: {text}resumes on its own once the server answers", flush=True)
             self.away_said = True
 
     def tell_silence(self) -> None:
-        """Print once that the server does not hear this site, and once that it hears it again.
+        """Print once when the server stops hearing this site, and once when it hears the site again.
 
-        Only an answered heartbeat counts, because a SuperNode can keep running and log nothing.
+        Only answered heartbeats count, because a SuperNode can keep running without logging anything.
         """
         file = last_heartbeat.heartbeat_file(self.audit.parent, self.name)
         if not self.online or self.away_said:
-            return  # not accepted by the server yet, or already reported
+            return  # the server has not accepted the site yet, or the outage is already reported
         why = "" if time.time() - self.since <= last_heartbeat.SILENT_SECONDS else last_heartbeat.describe_silence(file)
         if why and not self.silence_said:
             clock = wrong_clock(self.superlink, self.ca)
@@ -222,10 +222,10 @@ class SiteStartWatcher:
         self.silence_said = bool(why)
 
     def tell(self) -> None:
-        """Print what was sent and what failed since the last call, with causes that the server does not learn."""
+        """Print what was sent and what failed since the last call, including causes that the server does not learn."""
         try:
             lines, self.read = new_lines(self.audit, self.read)
-        except StateError as error:  # a damaged log is reported once; another command verifies it
+        except StateError as error:  # report a damaged log once; `fedveil log verify` examines it
             print(f"site {self.name}: {sanitize(error)}; check the log: fedveil log verify {self.audit}", flush=True)
             self.read = self.audit.stat().st_size
             return
@@ -236,13 +236,13 @@ class SiteStartWatcher:
                 print(f"site {self.name}: {_sent(line)}", flush=True)
 
     def ended(self, code: int) -> ConfigError:
-        """Return the error for a SuperNode that ended with this exit code, with the reason in words."""
+        """Return the error for a SuperNode that ended with this exit code, including the reason."""
         kind, why = self._why(code)
         text = f"site {self.name}: {why}"
         return SiteProcessEndedError(text, f"exit code {code}") if kind is SiteProcessEndedError else kind(text)
 
     def _why(self, code: int) -> tuple[type[ConfigError], str]:
-        """Return the error class, which tells whether a restart may help, and the reason."""
+        """Return the error class, which says whether a restart may help, and the reason."""
         log = self.processes.log(self.name).read_bytes()[self.began :].decode(errors="replace")
         if refusals := _SAID.findall(log):
             serves = "no longer serves it" if self.online else "does not serve it"
@@ -250,7 +250,7 @@ class SiteStartWatcher:
         if exit_codes := _EXIT_CODE.findall(log):
             refused = exit_codes[-1] == _REFUSED
             if refused and not _answers(self.superlink):
-                nobody = f"no answer from {self.superlink}; check that the server is up and the firewall allows this"
+                nobody = f"no answer from {self.superlink}; check that the server is up and the firewall allows it"
                 return SiteProcessEndedError, nobody
             meaning = _MEANINGS.get(exit_codes[-1], f"its log ends: {self.processes.tail(self.name)}")
             other = ConfigError if exit_codes[-1] in _MEANINGS and not refused else SiteProcessEndedError
@@ -258,10 +258,10 @@ class SiteStartWatcher:
             return kind, f"its SuperNode ended with Flower's exit code {exit_codes[-1]}: {meaning}"
         if code == 0 and self.online:
             return SiteProcessEndedError, (
-                "the server refused this site's key, which may have expired or been revoked; at the next start the "
-                "server reports which"
+                "the server refused this site's key, which may have expired or been revoked; on the next start, the "
+                "server will say which"
             )
-        if code < 0:  # Flower logs no reason then, so the log's last line may be unrelated
+        if code < 0:  # Flower then logs no reason, so the log's last line may be unrelated
             name = signal.strsignal(-code) or "unknown"
             why = f"its SuperNode was killed from outside (signal {-code}: {name})"
             return SiteProcessEndedError, why
@@ -272,7 +272,7 @@ class SiteStartWatcher:
 
 
 def explain_exit(line: dict[str, Any]) -> str:
-    """Describe an audit-log line about a failed client round for the site's users."""
+    """Describe an audit-log line about a failed client round to the site's users."""
     cause = f": {sanitize(line['cause'], 1000)}" if line.get("cause") else f": {sanitize(line.get('reason', ''), 1000)}"
     return f"{_turn(line)} {_TROUBLE[str(line['event'])]}{cause}"
 

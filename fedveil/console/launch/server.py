@@ -1,13 +1,13 @@
-"""The server of a federation without containers: SuperLink and SuperExec, configured by `fedveil provision`.
+"""A federation's server without containers: SuperLink and SuperExec, as configured by `fedveil provision`.
 
-| what ends | action of `fedveil server start` |
+| what exits | action of `fedveil server start` |
 |---|---|
-| the SuperExec | restarts it; the runs' own processes ended with it, and are resumed as usual |
-| the SuperLink, and its SuperExec with it | restarts both: sites reconnect by themselves |
-| either, and a check of `resolve_server` now fails: a port in use, an expired certificate, a bad registry | ends |
-| either, with a reason printed by its program, such as an unsupported Flower | ends, with that reason |
-| either, for the same reason ten times in ten minutes (restarts.py) | the same |
-| the SuperLink, before it was ready for the first time | the same |
+| the SuperExec | restarts it; the runs' processes ended with it and are resumed as usual |
+| the SuperLink, and its SuperExec with it | restarts both; sites reconnect on their own |
+| either, and a `resolve_server` check now fails, such as a port in use or an expired certificate | exits |
+| either, with a reason printed by its program, such as an unsupported Flower | exits with that reason |
+| either, for the same reason ten times in ten minutes (restarts.py) | exits with that reason |
+| the SuperLink, before it was ready for the first time | exits with the reason |
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _SQLITE = b"SQLite format 3\0"
 _READY_SECONDS = 60.0
 _POLL_SECONDS = 0.2
 _DISK_SECONDS = 10.0
-_MOST_READ = 1 << 20  # bytes of the log's end
+_MOST_READ = 1 << 20  # bytes to read from the end of the log
 
 
 @dataclass(frozen=True)
 class ServerLauncher:
-    """A server about to be started.
+    """A server that is about to start.
 
     Attributes:
-        folder: the folder from `fedveil provision`; apps run there, so a relative run.dir is inside it.
+        folder: the folder made by `fedveil provision`; apps run there, so a relative run.dir is inside it.
         name: the federation's name.
         fleet: HOST:PORT at which it listens for sites.
-        control_port: its control port, on the loopback interface.
-        state: folder of the database, the control port's log, and the programs' logs.
+        control_port: its control port on the loopback interface.
+        state: folder for the database, the control port's log, and the programs' logs.
     """
 
     folder: Path
@@ -65,10 +65,10 @@ class ServerLauncher:
 
 
 def resolve_server(folder: Path, listen: str | None = None, state: Path | None = None) -> ServerLauncher:
-    """Return the federation's checked values, overridden by the options; nothing is started.
+    """Return the federation's settings, overridden by the options and checked, without starting anything.
 
     Raises:
-        ConfigError: a file is missing or has expired, or a port is in use; it names the file or the port.
+        ConfigError: a file is missing or expired, or a port is in use; the message names the file or port.
     """
     federation = SiteRegistry(folder).federation
     for name in _FILES:
@@ -97,7 +97,7 @@ def resolve_server(folder: Path, listen: str | None = None, state: Path | None =
 
 
 def _require_database(file: Path, folder: Path) -> None:
-    """Raise ConfigError if the file of Flower's state is no database; there is none before the first start."""
+    """Raise ConfigError if Flower's state file is not a database. There is no such file before the first start."""
     try:
         with file.open("rb") as database:
             head = database.read(len(_SQLITE))
@@ -107,8 +107,8 @@ def _require_database(file: Path, folder: Path) -> None:
         raise ConfigError(f"{file}: expected a database that this user can read, found {error.strerror}") from None
     if head not in (b"", _SQLITE):
         raise ConfigError(
-            f"{file}: expected Flower's database, found a damaged or another file; restore it from a backup, or move "
-            f"it away, start the server, and register the sites with it again: fedveil members sync {folder}"
+            f"{file}: expected Flower's database, found a damaged or different file; restore it from a backup, or move "
+            f"it away, start the server, and re-register the sites: fedveil members sync {folder}"
         )
 
 
@@ -118,7 +118,7 @@ def _require_private(key: Path) -> None:
 
 
 def _require_signing(members: SiteRegistry) -> None:
-    """Raise ConfigError if the federation has instruction keys and the server could not sign with the current one."""
+    """Raise ConfigError if the federation has instruction keys but the server cannot sign with the current key."""
     if not members.instruction_keys:
         if (
             members.federation.signatures == "required"
@@ -126,7 +126,7 @@ def _require_signing(members: SiteRegistry) -> None:
         ):
             raise ConfigError(
                 "signatures: expected instruction keys, which signatures = required needs, found none in "
-                f"{members.folder}; make them and a site's new kit with fedveil members kit {members.folder} NAME"
+                f"{members.folder}; create them, and a site's new kit, with fedveil members kit {members.folder} NAME"
             )
         return
     file = instruction_key_files.current_file(members.folder)
@@ -138,20 +138,20 @@ def _require_signing(members: SiteRegistry) -> None:
     _require_private(file)
     if instruction_key_files.public_key(file) != members.instruction_keys[0]:
         raise ConfigError(
-            f"{file}: expected the current key of registry/members.json, which the kits name, found a different one; "
+            f"{file}: expected the current key in registry/members.json, which the kits name, found a different one; "
             f"restore it, or let the standby key sign: fedveil members renew-instruction-key {members.folder}"
         )
 
 
 def _require_own_lists(folder: Path) -> None:
-    """Raise ConfigError if other users could change a list that the ServerApp's process would refuse for it."""
+    """Raise ConfigError if other users can change one of the lists, because the ServerApp's process would refuse it."""
     for file in (instruction_key_files.signers_file(folder), instruction_key_files.bundles_file(folder)):
         if file.is_file() and (other := paths.find_other_writer(file, file.stat())):
             raise ConfigError(f"{file}: expected a file that only the server's user can change, but {other}")
 
 
 def require_free_ports(what: str, host: str, port: int) -> None:
-    """Raise ConfigError, with the reason, if no process can listen at that address."""
+    """Raise ConfigError, with the reason, if the address is not free to listen on."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # leftover sockets are not listeners
@@ -161,13 +161,13 @@ def require_free_ports(what: str, host: str, port: int) -> None:
             used = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             reason = f"one in use: {_listening(port)}" if used else f"one that cannot be used ({error})"
             raise ConfigError(
-                f"{what}: expected a free port at {host}:{port}, found {reason}; if this federation's server still "
-                "runs there, stop it; otherwise provision the federation with another port"
+                f"{what}: expected a free port at {host}:{port}, found {reason}; if this federation's server is still "
+                "running there, stop it; otherwise provision the federation with another port"
             ) from None
 
 
 def _listening(port: int) -> str:
-    """Name the process that listens at a port, if this user may see it, even one left by a killed server start."""
+    """Name the process listening on a port, if this user may see it, even if a killed server start left it behind."""
     with suppress(psutil.Error, OSError):
         for conn in psutil.net_connections("tcp"):
             if conn.status == psutil.CONN_LISTEN and conn.laddr.port == port and conn.pid:
@@ -176,7 +176,7 @@ def _listening(port: int) -> str:
 
 
 def run(server: ServerLauncher) -> int:
-    """Start both programs, and restart them if one ends. Raises ConfigError with the reason if that does not help."""
+    """Start both programs and restart any that ends. Raises ConfigError, with the reason, if that does not help."""
     paths.private_folder(server.state / "logs")
     programs = _Programs(server, ProcessGroup(server.state / "logs"))
     print("Starting Flower's server; this takes a few seconds", file=sys.stderr, flush=True)
@@ -185,7 +185,7 @@ def run(server: ServerLauncher) -> int:
         if not programs.become_ready():
             raise ConfigError(f"server: {programs.reason() or programs.slowness()}")
         print(f"server of {server.name}: sites at {server.fleet}, log {programs.processes.log(NAME)}")
-        print(f"a relative run.dir of a run is below {server.folder}; Ctrl-C stops both programs")
+        print(f"a relative run.dir is inside {server.folder}; Ctrl-C stops both programs")
         print(f"next: fedveil submit --federation {server.folder} --set method.name=fedrand", flush=True)
         while True:
             if programs.processes.ended(NAME) is not None:
@@ -198,11 +198,11 @@ def run(server: ServerLauncher) -> int:
 
 @dataclass
 class _Programs:
-    """Both programs.
+    """The SuperLink and the SuperExec.
 
     Attributes:
-        began: byte of their log at which the last start begins; `since`: time of that start.
-        looked: time of the last look at the disk; `disk_said`: whether the last message was that it is full.
+        began: byte offset in their log at which the last start begins; `since`: time of that start.
+        looked: time of the last disk check; `disk_said`: whether the last message said that the disk is full.
     """
 
     server: ServerLauncher
@@ -234,7 +234,7 @@ class _Programs:
         return self.processes.ended(NAME) is None
 
     def tell_full_disk(self) -> None:
-        """Print once that the disk is full, and once that it is no longer: the SuperLink only answers 500."""
+        """Print once when the disk is full, and once when it has space again; the SuperLink itself only answers 500."""
         if time.monotonic() - self.looked < _DISK_SECONDS:
             return
         self.looked = time.monotonic()
@@ -251,9 +251,7 @@ class _Programs:
             raise ConfigError(f"server: {sanitize(said, 1000)}")
         delay = self.restarts.delay(f"{part} {code}", f"server: {reason}", time.monotonic() - self.since)
         with_it = (
-            "; runs in progress ended with it; fedveil status names the command that resumes one"
-            if part != NAME
-            else ""
+            "; runs in progress ended with it; fedveil status shows the command to resume them" if part != NAME else ""
         )
         print(f"server: {reason}; restarting in {delay:g} s{with_it}", file=sys.stderr, flush=True)
         if part == NAME:
@@ -268,13 +266,13 @@ class _Programs:
             )  # fmt: skip
             return
         self.processes.kill(NAME)
-        resolve_server(self.server.folder, self.server.fleet, self.server.state)  # which may have changed meanwhile
+        resolve_server(self.server.folder, self.server.fleet, self.server.state)  # files may have changed
         self.start()
         if self.become_ready():
             print("server: serving sites and runs again", file=sys.stderr, flush=True)
         elif not self.reason():
             print(f"server: {self.slowness()}", file=sys.stderr, flush=True)
-            self.processes.kill(NAME)  # counted like any other end
+            self.processes.kill(NAME)  # counts like any other exit
 
     def reason(self) -> str:
         """Describe which program ended, with its exit code and last output; "" while both run."""
@@ -297,8 +295,8 @@ class _Programs:
         apps = paths.private_folder(self.server.state / "apps")
         env = single_user_environment(flower_environment(apps), self.server.state / "bin")
         members = SiteRegistry(self.server.folder)
-        members.write_signers()  # a command that was interrupted, or a person, may have left another
-        # A registry restored from an old backup names no keys, while the sites still require signatures by them.
+        members.write_signers()  # an interrupted command, or a person, may have left a different file
+        # A registry restored from an old backup may name no keys, while the sites still require signatures by them.
         signs = bool(members.instruction_keys) or instruction_key_files.current_file(members.folder).is_file()
         return env | instruction_key_files.signing_environment(self.server.folder, signs)
 
@@ -312,5 +310,5 @@ class _Programs:
             with self.processes.log(NAME).open("rb") as log:
                 log.seek(max(self.began, log.seek(0, 2) - _MOST_READ))
                 return log.read().decode(errors="replace")
-        except OSError:  # moved away: the log is lost, but the exit code is known
+        except OSError:  # the log was moved away, but the exit code is known
             return ""

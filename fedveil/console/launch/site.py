@@ -1,4 +1,4 @@
-"""Collect a site's start settings: its kit's files, and the options that override them."""
+"""Collect a site's start settings from its kit and the options that override it; check them; start the site."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ _ASK_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class SiteLauncher:
-    """A site about to be started.
+    """A site that is about to start.
 
     Attributes:
         superlink: HOST:PORT of the server's fleet port.
-        ca, key: files: the CA to trust for the server, and this site's private key.
-        node: its node config; every path in it is absolute.
+        ca, key: files with the server's CA certificate and this site's private key.
+        node: its node config, in which all paths are absolute.
         poll_seconds: its SuperNode's first polling interval.
         federation: the federation's name from the kit; "" without a kit.
     """
@@ -78,14 +78,14 @@ class SiteLauncher:
 def resolve_site(
     options: Mapping[str, Any], kit: Path | None, permit_everything: bool, need: Sequence[str] = WIRED
 ) -> SiteLauncher:
-    """Return the kit's checked values, overridden by `options`; nothing is started or contacted.
+    """Return the kit's values, overridden by `options` and checked, without starting or contacting anything.
 
     Args:
-        options: values by name without leading dashes; None = not given.
-        need: required options; without "superlink", the site has no connection and needs no keys for one.
+        options: values by name without leading dashes; None if not given.
+        need: required options; without "superlink", the site has no connection and needs no connection keys.
 
     Raises:
-        ConfigError, PolicyError: a value is missing or does not fit; it names the option or the file.
+        ConfigError, PolicyError: a value is missing or unsuitable; the message names the option or the file.
     """
     given = {name: value for name, value in options.items() if value is not None}
     about = {} if kit is None else site_from_kit(kit)
@@ -98,7 +98,7 @@ def resolve_site(
     wired = "superlink" in need
     node = _node(given, kit_reader.node_config(kit) if kit else SiteConfig(), str(both["name"]), permit_everything)
     if not wired and "signing-key" not in given and not Path(node.signing_key).is_file():
-        node = node.model_copy(update={"signing_key": ""})  # its guard refuses instructions that it could not answer
+        node = node.model_copy(update={"signing_key": ""})  # its guard refuses instructions that it cannot answer
     ca, key, poll = (
         Path(both.get("ca", "")),
         Path(both.get("key", "")),
@@ -122,13 +122,13 @@ def resolve_site(
 
 
 def list_settings(names: Sequence[str]) -> str:
-    """Join options in words: "--ca, --key and --name"."""
+    """Join options into a phrase such as "--ca, --key and --name"."""
     first, last = [f"--{name}" for name in names[:-1]], f"--{names[-1]}"
     return f"{', '.join(first)} and {last}" if first else last
 
 
 def site_from_kit(folder: Path) -> dict[str, Any]:
-    """Read the connection settings from a kit, by option name. Raises ConfigError."""
+    """Return the connection settings in a kit, by option name. Raises ConfigError if there is no valid kit."""
     kit = kit_reader.read_kit(folder)
     files = {"ca": folder / "ca.crt", "key": folder / "keys" / "node.key"}
     about = {"superlink": kit.superlink, "name": kit.site, "poll-seconds": kit.poll_seconds}
@@ -166,8 +166,8 @@ def _require_files(start: SiteLauncher, given: Mapping[str, Any], kit: Path | No
         )
     if node.data and not os.access(node.data, os.R_OK | (os.X_OK if Path(node.data).is_dir() else 0)):
         raise ConfigError(
-            f"{_option('data', given, kit)}: expected examples that this user can read, found {node.data} without the "
-            "permission to; chmod or chown it, or start the site as the user who owns it"
+            f"{_option('data', given, kit)}: expected examples that this user can read, found {node.data} without read "
+            "permission; chmod or chown it, or start the site as the user who owns it"
         )
     if node.data and Path(node.data).is_dir() and not _has_files(Path(node.data)):
         raise ConfigError(
@@ -192,7 +192,7 @@ def require_poll(seconds: float) -> None:
 
 
 def require_usable(start: SiteLauncher) -> None:
-    """Raise ConfigError or PolicyError for faults that Flower would not explain: keys, policy, device."""
+    """Raise ConfigError or PolicyError for problems that Flower would not explain: keys, policy, device."""
     require_link(start.ca, start.key)
     if start.node.signing_key:
         enrollment.require_requested_signing_key(start.key, Path(start.node.signing_key))
@@ -213,7 +213,7 @@ def require_link(ca: Path, key: Path) -> None:
 
 
 def require_policy(node: SiteConfig) -> None:
-    """Raise ConfigError for an unreadable policy; a site without a policy passes."""
+    """Raise ConfigError for an invalid policy, and print warnings about it; a site without a policy passes."""
     if not node.policy:
         return
     file = Path(node.policy)
@@ -223,18 +223,18 @@ def require_policy(node: SiteConfig) -> None:
     except (PolicyError, ValueError, RecursionError) as error:
         problem = _unknown_key(error.__cause__) or f"something else: {error}"
         raise ConfigError(
-            f"{file}: expected a site policy, found {problem}; until that is fixed, it refuses every run"
+            f"{file}: expected a site policy, found {problem}; until this is fixed, the site refuses every run"
         ) from None
     if empty := policy_checks.check_empty_policy(policy):
         print(
-            f"site {node.site}: {file} permits nothing yet ({empty} empty): every run is refused; fill in "
-            "what was agreed (fedveil explain --permits prints what a run needs)",
+            f"site {node.site}: {file} permits nothing yet (empty: {empty}), so every run is refused; fill in "
+            "the agreed values (fedveil explain --permits prints what a run needs)",
             flush=True,
         )
     if policy.requires_signed_instructions(node) and not node.instruction_keys:
         print(
             f"site {node.site}: {file} requires signed instructions, but the site has no instruction keys to verify "
-            "them with: every run is refused; name instruction-keys.toml of the kit with --instruction-keys",
+            "them with, so every run is refused; name the kit's instruction-keys.toml with --instruction-keys",
             flush=True,
         )
     if strange := policy_checks.unknown_names(policy):
@@ -246,7 +246,7 @@ def require_policy(node: SiteConfig) -> None:
 def require_device(device: str) -> None:
     """Raise ConfigError if `device` names a GPU that torch does not find; "auto" and "cpu" always exist.
 
-    Another process checks, because this one lives as long as the site and does not need torch.
+    A separate process checks this, because the current one lives as long as the site and does not need torch.
     """
     kind, _, index = device.partition(":")
     if kind != "cuda":
@@ -271,8 +271,8 @@ def require_device(device: str) -> None:
 
 
 def require_one_task(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError under srun with several tasks: each would be a SuperNode with the same key."""
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")  # set by srun; a batch script has SLURM_NTASKS too, but runs once
+    """Raise ConfigError under srun with several tasks, because each task would be a SuperNode with the same key."""
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")  # set by srun; a batch script also has SLURM_NTASKS, but runs once
     if tasks != "1":
         raise ConfigError(
             f"srun: expected one task, which starts a process for each GPU, found {tasks}; remove srun from the batch "
@@ -281,7 +281,7 @@ def require_one_task(environ: Mapping[str, str]) -> None:
 
 
 def _unknown_key(error: BaseException | None) -> str:
-    """Return the message about an unknown policy key; "" for other errors."""
+    """Return the message for an unknown policy key; "" for other errors."""
     first = error.errors()[0] if isinstance(error, ValidationError) else None
     if first is None or first["type"] != "extra_forbidden":
         return ""
@@ -291,7 +291,7 @@ def _unknown_key(error: BaseException | None) -> str:
 
 
 def prepare_site(start: SiteLauncher) -> tuple[Path, dict[str, str]]:
-    """Create the site's folders and programs; return its node config file and its processes' environment."""
+    """Create the site's folders and programs; return its node config file and the environment for its processes."""
     name, state = start.node.site, start.node.state_dir
     site_lock.state_folder(state)
     config = state / f"{name}.toml"
@@ -309,10 +309,10 @@ def prepare_site(start: SiteLauncher) -> tuple[Path, dict[str, str]]:
 
 
 def run(start: SiteLauncher) -> int:
-    """Start the SuperNode and a warm worker, and restart them when they end.
+    """Start the SuperNode and a warm worker, and restart them when they exit.
 
-    Raises ConfigError or PolicyError with the reason if that does not help: the server refuses this site, one of its
-    files is no longer valid, or they ended for the same reason ten times in ten minutes.
+    Raises ConfigError or PolicyError, with the reason, if that does not help: the server refuses this site, one of its
+    files is no longer valid, or they exited for the same reason ten times in ten minutes.
     """
     name, state = start.node.site, start.node.state_dir
     re_encrypt.require_key(state, FileSeal.from_key_file(start.node.key_file))
@@ -323,7 +323,7 @@ def run(start: SiteLauncher) -> int:
 
 
 def _taken(start: SiteLauncher, processes: ProcessGroup) -> int:
-    """Restart ended processes; retry while the server may still consider a killed SuperNode online."""
+    """Run the site, restarting ended processes; retry while the server may still consider a killed SuperNode online."""
     until: float | None = None
     restarts, was_online = Restarts(), False
     while True:
@@ -340,7 +340,7 @@ def _taken(start: SiteLauncher, processes: ProcessGroup) -> int:
             delay, until = restarts.delay(error.kind, str(error), time.monotonic() - began), None
             print(f"{error}. Restarting in {delay:g} s", flush=True)
             time.sleep(delay)
-            require_usable(start)  # which may have changed meanwhile
+            require_usable(start)  # files may have changed meanwhile
             continue
         except online_watch.StateLockedError as error:
             if until is None:
@@ -378,7 +378,7 @@ def _started(start: SiteLauncher, watched: online_watch.SiteStartWatcher) -> int
         print(f"site {name}: SuperNode for {start.superlink}, log {log}", flush=True)
         card = start_spare(start.node, superexec, env)
         follow = f"fedveil site status --state-dir {state} --follow"
-        print(f"site {name}: worker {card.pid} is warm; {follow} shows it", flush=True)
+        print(f"site {name}: worker {card.pid} is warm; to follow it: {follow}", flush=True)
         return watched.until_ended(part_ended=superexec_ended)
     finally:
         processes.stop()

@@ -1,9 +1,9 @@
-"""Detect whether a site is already running, by a lock file that `fedveil site start` holds while it lives.
+"""Detect whether a site is already running, by a lock file that `fedveil site start` holds while it runs.
 
-    <state folder>/NAME.running   held (flock); {"pid", "token"}: of the holder, and of the processes that it started
+    <state folder>/NAME.running   locked (flock); {"pid", "token"}: the holder's PID, and the token of its processes
 
-The kernel releases the lock when the holder ends, for any reason. Processes that the holder started may
-survive and keep serving. They inherit the token, which identifies them.
+The kernel releases the lock when the holder ends for any reason. Processes that the holder started may
+survive and keep serving. They have inherited the token, which identifies them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_BYTES = 4096
 
 
 def state_folder(state: Path) -> None:
-    """Create the state folder, readable only by this user. Raises ConfigError."""
+    """Create the state folder, readable only by this user. Raises ConfigError if that is impossible."""
     try:
         paths.private_folder(state).chmod(0o700)  # also for an existing folder
     except OSError as error:
@@ -32,7 +32,7 @@ def state_folder(state: Path) -> None:
 
 @contextmanager
 def hold_site_lock(state: Path, name: str, processes: ProcessGroup) -> Iterator[None]:
-    """Hold the lock of site `name` in this state folder for the `with` block. Raises ConfigError."""
+    """Hold the lock of site `name` in this state folder for the `with` block. Raises ConfigError if it is taken."""
     state_folder(state)
     try:
         file = (state / f"{name}.running").open("a+b")
@@ -43,15 +43,15 @@ def hold_site_lock(state: Path, name: str, processes: ProcessGroup) -> Iterator[
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             pid = _noted(file.name).get("pid")
-            pid = pid if type(pid) is int else "?"  # users type the command in this message
+            pid = pid if type(pid) is int else "?"  # users run the command in this message
             raise ConfigError(
                 f"site {name}: already running from {state}: fedveil site start is process {pid}, and only one may "
-                f"run; nothing was started. Stop that one first (kill {pid}), or keep it"
+                f"run; nothing was started. Stop that process first (kill {pid}), or keep it running"
             ) from None
         if left := [str(process.pid) for process in find_marked_processes(str(_noted(file.name).get("token", "")))]:
             raise ConfigError(
                 f"site {name}: expected no processes of an earlier start, found {', '.join(left)}, left running by "
-                f"a killed fedveil site start of {state}; stop them first: kill {' '.join(left)}"
+                f"a killed fedveil site start with {state}; stop them first: kill {' '.join(left)}"
             )
         file.truncate(0)
         file.write(json.dumps({"pid": os.getpid(), "token": processes.token}).encode())

@@ -1,1 +1,1 @@
-"""Create the files of a federation: keys, kits, compose files, checks."""
+"""Create and check a federation's files: keys, kits, compose files, registries."""

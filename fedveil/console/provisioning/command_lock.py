@@ -1,6 +1,6 @@
-"""The lock of a command that changes a file in the registry: of two at once, the second waits for the first.
+"""The lock for commands that change a registry file: if two run at once, the second waits for the first.
 
-Otherwise the later one would undo what the earlier did, such as a revocation.
+Otherwise, the later one could undo a change by the earlier one, such as a revocation.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pathlib import Path
 from fedveil.errors import ConfigError
 from fedveil.records.file_locks import lock_within
 
-_WAIT_SECONDS = 2.0  # for another command, before this one says that it waits
+_WAIT_SECONDS = 2.0  # how long to wait for another command before telling the user
 
 
 @contextlib.contextmanager
 def hold_lock(file: Path, command: str) -> Iterator[None]:
-    """Hold the lock in `file`, which is created, until the block ends or the process does. Raises ConfigError.
+    """Hold the lock in `file`, creating it if necessary, until the block or the process ends. Raises ConfigError.
 
     Args:
-        command: "members" or "operators", for the message to a person who waits.
+        command: "members" or "operators", for the message to a waiting user.
     """
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -36,11 +36,11 @@ def hold_lock(file: Path, command: str) -> Iterator[None]:
         _lock(descriptor, file, command)
         yield
     finally:
-        os.close(descriptor)  # and with it the lock
+        os.close(descriptor)  # this also releases the lock
 
 
 def _lock(descriptor: int, file: Path, command: str) -> None:
-    """Wait until no other process holds the lock; after two seconds, say so."""
+    """Wait until no other process holds the lock; print a message after two seconds."""
     if lock_within(descriptor, _WAIT_SECONDS):
         return
     print(

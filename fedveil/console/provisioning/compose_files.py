@@ -1,14 +1,14 @@
-"""The compose files that provisioning writes: one for the server's host, one for each site's.
+"""The compose files that provisioning writes: one for the server's host, and one for each site's host.
 
 Every service runs as user 10001 on a read-only root, without capabilities, and starts nothing from outside. The table
-lists what each service can see and reach; compose.yaml of the repository is the same on one host, for trying.
+lists what each service can see and reach. The repository's compose.yaml is the same on one host, for trying it out.
 
 | service | sees | reaches |
 |---|---|---|
-| pod | nothing | publishes the fleet port; the next three share its loopback with the control port |
-| superlink | server certificate and key, the registry, its database and the log of its control port | |
-| serverapp | the run folders, evaluation data, models, the roster of the sites' signing keys, the instruction key | |
-| operator | the output of `fedveil provision` | runs on demand |
+| pod | nothing | publishes the fleet port; the next three services share its loopback, which has the control port |
+| superlink | server certificate and key, the registry, its database and its control-port log | |
+| serverapp | run folders, evaluation data, models, the roster of site signing keys, the instruction key | |
+| operator | the output of `fedveil provision` | the control port; runs on demand |
 | supernode | the site's key | the server, and the network between it and clientapp |
 | clientapp | the site's data, models, policy, private state and signing key | only that network |
 """
@@ -47,7 +47,7 @@ x-service: &service
     start_period: 20s
 x-tool: &tool
   <<: *common
-  cpus: 1                     # so that doctor, which checks the others' limit, runs on a single-core host
+  cpus: 1                     # so that doctor, which checks the other services' limit, runs on a single-core host
   restart: "no"
 """
 
@@ -57,7 +57,7 @@ _SERVER = """\
 # chown -R 10001:10001 . in the parent folder.
 name: fedveil-{project}-server
 {head}services:
-  pod:                        # keeps the loopback that the next three share, even while one of them restarts
+  pod:                        # keeps the loopback that the next three services share while any of them restarts
     <<: *common
     command: [sleep, infinity]
     ports: ["{port}:9092"]
@@ -81,7 +81,7 @@ name: fedveil-{project}-server
       - --database=/state/superlink.db
       - --health-server-address=127.0.0.1:9097
     network_mode: service:pod
-    volumes:                  # not the folder: ./instruct has the key that signs instructions
+    volumes:                  # not the whole folder: ./instruct has the key that signs instructions
       - ./ca.crt:/server/ca.crt:ro
       - ./server.pem:/server/server.pem:ro
       - ./server.key:/server/server.key:ro
@@ -135,7 +135,7 @@ _SITE = """\
 # Site {site} of {federation}. Opens one connection, to {superlink}; publishes no port.
 name: fedveil-{project}
 {head}services:
-  init:                       # docker compose run --rm -T init >request.json: makes this site's keys and its request
+  init:                       # docker compose run --rm -T init >request.json: makes this site's keys and request
     <<: *tool
     profiles: [init]
     network_mode: none
@@ -168,7 +168,7 @@ name: fedveil-{project}
     environment:
       <<: *environment
       FEDVEIL_HEARTBEAT_FILE: /tmp/heartbeat
-    healthcheck:              # unhealthy too while the server does not answer this site's heartbeats
+    healthcheck:              # also unhealthy while the server does not answer this site's heartbeats
       <<: *health
       test: [CMD, fedveil, doctor, --health, "127.0.0.1:9097", --heartbeat, /tmp/heartbeat]
     volumes: ["./:/kit:ro", "keys:/keys:ro", "secret:/secret:ro", "node-state:/state"]
@@ -215,7 +215,7 @@ services:
 
 _OPERATORS = """\
 # FEDVEIL_CONTROL_HOST=0.0.0.0 docker compose -f compose.yaml -f compose.operators.yaml up -d --wait
-# For operators on other machines: the control port on this host's loopback, which they reach through SSH.
+# For operators on other machines, who reach the control port on this host's loopback through SSH.
 services:
   pod:
     ports: ["127.0.0.1:{control}:{control}"]
@@ -223,7 +223,7 @@ services:
 
 
 def server_compose(federation: FederationFile, folder: str) -> str:
-    """Return compose.yaml of the server's host, which publishes the fleet port; `folder` has the federation's files."""
+    """Return compose.yaml for the server's host, which publishes the fleet port; `folder`: the federation's folder."""
     head = _HEAD.format(image=federation.image, poll=poll_backoff.patch_site_polling(len(federation.sites)))
     return _SERVER.format(
         head=head,
@@ -236,7 +236,7 @@ def server_compose(federation: FederationFile, folder: str) -> str:
 
 
 def site_compose(federation: FederationFile, name: str) -> str:
-    """Return compose.yaml of a site's kit."""
+    """Return compose.yaml for a site's kit."""
     head = _HEAD.format(image=federation.image, poll=poll_backoff.patch_site_polling(len(federation.sites)))
     about = {"federation": federation.name, "project": _project(name), "superlink": federation.superlink}
     return _SITE.format(head=head, site=name, **about)

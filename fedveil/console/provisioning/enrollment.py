@@ -1,21 +1,21 @@
-"""Create a site's keys at the site, and its registration request: public data that proves private keys.
+"""Create a site's keys at the site, and a registration request that proves possession of the private keys.
 
-    node.key      P-384: opens the site's connection; only the SuperNode reads it
-    signing.key   Ed25519, 32 bytes: identifies this site to the others in secure aggregation; for the app process
+    node.key      P-384; authenticates the site's connection; only the SuperNode reads it
+    signing.key   Ed25519, 32 bytes; identifies the site to the others in secure aggregation; for the app process
     request.json  {"federation", "site", "ca", "key", "signing", "instructions", "made", "proof",
                    "signing-proof"}
 
-    instructions = SHA-256 of what the kit's instruction-keys.toml says; "" without that file; missing from the request
-    of an earlier release
-    proof = ECDSA P-384 with SHA-384 by the node key, over the JSON of the rest (keys sorted, no spaces)
+    instructions = SHA-256 of the contents of the kit's instruction-keys.toml; "" without that file; missing in
+    requests from earlier releases
+    proof = ECDSA P-384 with SHA-384 by the node key, over the JSON of the other fields (sorted keys, no spaces)
     signing-proof = Ed25519 by the signing key, over the same text
 
-Each proof covers both keys, so the sender has both private halves. The operator must confirm by other means
-that the sender is the site. Both ends show one fingerprint of both keys, to be compared by telephone. The proofs also
-cover the CA and the instruction keys, so the operator sees a kit that was changed on its way.
+Each proof covers both keys, so the sender has both private keys. The operator must confirm by other means
+that the sender is the site: both ends show one fingerprint of both keys, to compare by phone. The proofs also
+cover the CA and the instruction keys, so the operator can detect a kit that was changed in transit.
 
 The node key is renewed every few months. The signing key stays, because its public half is in the roster,
-and every site's policy names the roster's digest. It is replaced only on request.
+and every site policy names the roster digest. It is replaced only on request.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _MOST_BYTES = 16_384  # bytes of a request, which is untrusted
 
 @dataclass(frozen=True)
 class KeyPaths:
-    """File locations of a site's keys.
+    """Locations of a site's key files.
 
     Attributes:
-        folder: folder of the node key and the request.
+        folder: folder with the node key and the request.
         secret: the SuperExec's secret; the signing key is next to it. The process that runs apps must have
             access to only these two.
     """
@@ -62,7 +62,7 @@ class KeyPaths:
 
     @property
     def node_key(self) -> Path:
-        """The private node key, in OpenSSH's format."""
+        """The private node key, in OpenSSH format."""
         return self.folder / "node.key"
 
     @property
@@ -77,7 +77,7 @@ class RegistrationRequest:
 
     Attributes:
         key: the node's public key in OpenSSH format.
-        signing: hex digits.
+        signing: the public signing key, in hex.
         instructions: SHA-256 of the instruction keys that the site pins, in hex; "" if it pins none.
     """
 
@@ -88,7 +88,7 @@ class RegistrationRequest:
 
     @property
     def fingerprint(self) -> str:
-        """Return the fingerprint of both keys: a SHA-256 in the format that ssh-keygen uses for one key."""
+        """Return the fingerprint of both keys: a SHA-256 in the format that ssh-keygen uses for a single key."""
         digest = hashlib.sha256(crypto.context_bytes("keys of a site", self.key, self.signing)).digest()
         return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 
@@ -104,7 +104,7 @@ def make_site_keys(
     Args:
         renew: create a new node key; the old one is kept as node.key.old.
         renew_signing: also create a new signing key; the old one is kept as signing.key.old.
-        instructions: SHA-256 of the kit's instruction keys; "" if it has none.
+        instructions: SHA-256 of the kit's instruction keys; "" if the kit has none.
 
     Raises:
         ConfigError: a node key exists and `renew` is false, or the signing key cannot be read.
@@ -119,7 +119,7 @@ def make_site_keys(
     for folder in (places.folder, places.secret.parent):
         private_folder(folder)
     if places.node_key.exists():
-        # Until the new one is registered, the site still needs it.
+        # The site needs the old key until the new one is registered.
         places.node_key.replace(places.folder / "node.key.old")
     write_node_key(places.node_key)
     if renew_signing and places.signing_key.exists():
@@ -156,9 +156,9 @@ def _known(places: KeyPaths, site: str) -> str:
 
 
 def require_requested_signing_key(node_key: Path, signing_key: Path) -> None:
-    """Raise ConfigError if the request next to the node key registers that key with another signing key.
+    """Raise ConfigError if the request next to the node key registers that key with a different signing key.
 
-    A request with another node key says nothing: the site may still use its earlier keys until a new one is registered.
+    A request with another node key proves nothing: the site may use its earlier keys until the new one is registered.
     """
     request = node_key.with_name(_REQUEST)
     if not request.exists():
@@ -169,14 +169,14 @@ def require_requested_signing_key(node_key: Path, signing_key: Path) -> None:
     if content["key"].split()[:2] == public.decode().split()[:2] and content["signing"] != own:
         raise ConfigError(
             f"{signing_key}: expected the signing key {sanitize(short_key(content['signing']), 40)}, which {request} "
-            f"registers for this site, found {short_key(own)}: the server would count no reply of this site; restore "
-            "the registered key, or make new ones with fedveil site init --renew --renew-signing, which the operator "
+            f"registers for this site, found {short_key(own)}, with which the server would count no replies; restore "
+            "the registered key, or make new keys with fedveil site init --renew --renew-signing, which the operator "
             "then registers"
         )
 
 
 def check_request(file: Path, federation: str, ca: bytes) -> RegistrationRequest:
-    """Return the request if it is for this federation and proves both keys. Raises ConfigError."""
+    """Return the request if it is for this federation and proves both keys; otherwise raise ConfigError."""
     content = _read(file)
     proof, signing_proof = content.pop("proof"), content.pop("signing-proof")
     for key, expected in (("federation", federation), ("ca", hashlib.sha256(ca).hexdigest())):
@@ -191,7 +191,7 @@ def check_request(file: Path, federation: str, ca: bytes) -> RegistrationRequest
     if crypto.is_small_order(bytes.fromhex(content["signing"])):
         raise ConfigError(
             f"{file}: signing: expected a key whose signatures each cover one text, found one of small order, whose "
-            "signature fits any text; do not register this site before you have spoken with it"
+            "signature fits any text; do not register this site before you have talked to it"
         )
     text = _canonical(content)
     try:
@@ -219,11 +219,11 @@ def check_request(file: Path, federation: str, ca: bytes) -> RegistrationRequest
 
 
 def require_instruction_keys(request: RegistrationRequest, digest: str, must_sign: bool) -> None:
-    """Raise ConfigError if the site pins other instruction keys than the registry's.
+    """Raise ConfigError if the site pins instruction keys other than those in the registry.
 
     Args:
         digest: SHA-256 of the registry's keys.
-        must_sign: the site's kit names the keys, or signatures are required: a request without keys is refused too.
+        must_sign: the site's kit names the keys, or signatures are required, so a request without keys is refused too.
     """
     if request.instructions == digest or (not request.instructions and not must_sign):
         return
@@ -231,13 +231,13 @@ def require_instruction_keys(request: RegistrationRequest, digest: str, must_sig
     raise ConfigError(
         f"{request.site}: instructions: expected the SHA-256 of the server's instruction keys ({expected}), found "
         f"another ({found}): the site's kit was changed in transit, or is older than the keys; write a new kit with "
-        "fedveil members kit, have the site compare the fingerprint of its keys by telephone, and ask for a new "
+        "fedveil members kit, have the site compare the fingerprint of its keys by phone, and ask for a new "
         "request"
     )
 
 
 def short_key(signing: str) -> str:
-    """Return the short form of a public signing key for lists: 16 of its hex digits."""
+    """Return the short form of a public signing key for lists: its first 16 hex digits."""
     return " ".join(signing[i : i + 4] for i in range(0, 16, 4))
 
 
@@ -252,7 +252,7 @@ def _read(file: Path) -> dict[str, Any]:
             or set(content) | {"instructions"} != names
             or not all(isinstance(v, str) for v in content.values())
         ):
-            raise ValueError(f"expected text under {sorted(names)}, of at most {_MOST_BYTES} bytes")
+            raise ValueError(f"expected text values for {sorted(names)}, of at most {_MOST_BYTES} bytes")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{file}: expected a request made by fedveil site init, found none ({error}); ask the site for a new one"

@@ -3,37 +3,37 @@
     name = "pilot"
     server = ["fl.example.org", "10.1.0.5"]    # how sites reach the server; kits use the first
     sites = ["north", "south"]
-    fleet-port = 9092                          # from here on the defaults
+    fleet-port = 9092                          # from here on, the values shown are defaults
     control-port = 8000                        # on the server's loopback
-    days = 365                                 # the server's certificate; 3 x as long for the CA
-    key-days = 180                             # a site's registered key
+    days = 365                                 # validity of the server's certificate; the CA's is 3 times as long
+    key-days = 180                             # validity of a site's registered key
     image = "fedveil:0.2.0"
-    signatures = "required"                    # or "optional": a site whose kit pins no instruction keys counts too
+    signatures = "required"                    # or "optional", to also count sites whose kits pin no instruction keys
 
     FOLDER/ca/ca.key             signs the server's certificate; move it off this machine between renewals
            ca/ca.crt
            server/               certificate, key, the SuperExec's secret, Flower's connection file:
                                  only for the server
-           kits/SITE.tar.gz      for the site; it contains nothing secret
-           server/instruct/      the key that signs the server's instructions (instruction_keys.py): for the app process
+           kits/SITE.tar.gz      for the site; contains nothing secret
+           server/instruct/      the key that signs the server's instructions (instruction_keys.py), for the app process
            server/roster/        for the app process: roster.json, the sites' signing keys (fedveil members roster);
-                                 signers.json, the same with each site's state, written with each change of members.json
+                                 signers.json, the same with each site's state, written whenever members.json changes
            registry/             files that the SuperLink reloads after each change:
-                                 members.json, the federation's id and public instruction keys, each site with its
-                                 public keys, when it was registered, until when, revoked or not;
-                                 operators.json, each operator with role and last day;
+                                 members.json: the federation's ID and public instruction keys; each site with its
+                                 public keys, registration date, expiry date, and whether it is revoked;
+                                 operators.json: each operator with role and expiry date;
                                  .lock and .operators.lock, held by a command that changes members.json or
                                  operators.json (command_lock.py)
 
-| a site | its entry in members.json |
+| a site that ... | entry in members.json |
 |---|---|
-| has its kit and no key yet | "invited" |
+| has a kit but no registered key | "invited" |
 | is registered with Flower | "registered", until `until` |
-| is past that day | the same; the SuperLink shuts it out by itself (fedveil/guard/site_registry.py) |
-| was revoked, or `fedveil members expire` has run since | "revoked" or "expired"; only a new key is accepted |
+| is past that date | "registered"; the SuperLink shuts it out anyway (fedveil/guard/site_registry.py) |
+| was revoked, or expired by `fedveil members expire` | "revoked" or "expired"; only a new key is accepted |
 
-`"signs": true` in an entry means that the site's kit names the instruction keys, so that the site signs its replies.
-A registry from before 0.2 has no such entries, no federation id and no instruction keys; its signatures are optional.
+`"signs": true` in an entry means that the site's kit names the instruction keys, so the site signs its replies.
+A registry from before 0.2 has no such entries, no federation ID and no instruction keys; its signatures are optional.
 
 A signing key outlives its site's node keys. A signing key that was replaced, or whose site was revoked, is
 never accepted again.
@@ -69,10 +69,10 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,250}[A-Za-z0-9])?")
 
 
 def _host(text: str) -> str:
-    """Return a host's name or address; one of IPv6 without brackets, in its short form. Raises ValueError."""
+    """Return a host name or address; an IPv6 address in short form, without brackets. Raises ValueError if invalid."""
     if ":" not in text:
         if not _HOST_NAME.fullmatch(text):
-            raise ValueError("expected a host's name or address, such as fl.example.org or 192.0.2.7")
+            raise ValueError("expected a host name or address, such as fl.example.org or 192.0.2.7")
         return text
     try:
         address = ipaddress.IPv6Address(text[1:-1] if text[0] + text[-1] == "[]" else text)
@@ -81,7 +81,7 @@ def _host(text: str) -> str:
         return address.compressed
     except ValueError:
         raise ValueError(
-            "expected a host's name or address without a port, such as fl.example.org or 2001:db8::7; the port is "
+            "expected a host name or address without a port, such as fl.example.org or 2001:db8::7; the port is set by "
             "fleet-port"
         ) from None
 
@@ -90,7 +90,7 @@ Host = Annotated[str, AfterValidator(_host)]
 
 
 class FederationFile(BaseModel):
-    """The settings in federation.toml; see above."""
+    """The settings in federation.toml, as described above."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=lambda n: n.replace("_", "-"))
 
@@ -102,7 +102,7 @@ class FederationFile(BaseModel):
     days: int = Field(365, ge=1, le=3650)
     key_days: int = Field(180, ge=1, le=3650)
     image: str = Field(f"fedveil:{__version__}", pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$")
-    signatures: Literal["optional", "required"] = "optional"  # of registries that do not say; see parse_federation
+    signatures: Literal["optional", "required"] = "optional"  # for registries without this key; see parse_federation
 
     @field_validator("sites")
     @classmethod
@@ -119,23 +119,23 @@ class FederationFile(BaseModel):
 
     @property
     def superlink(self) -> str:
-        """Return HOST:PORT for a site."""
+        """Return the HOST:PORT to which a site connects."""
         host = self.server[0]
         return f"[{host}]:{self.fleet_port}" if ":" in host else f"{host}:{self.fleet_port}"
 
     @property
     def control(self) -> str:
-        """Return HOST:PORT of the control port, on the server itself."""
+        """Return the HOST:PORT of the control port on the server itself."""
         return f"127.0.0.1:{self.control_port}"
 
     @property
     def server_names(self) -> list[str]:
-        """Return every name of the server: those in the file, and those on its own host."""
+        """Return all names for the server: those in the file, and those used on its own host."""
         return [*self.server, "superlink", "localhost", "127.0.0.1"]
 
 
 def parse_federation(file: Path) -> FederationFile:
-    """Parse federation.toml; `signatures` is "required" if it does not say. Raises ConfigError, which names the key."""
+    """Parse federation.toml; `signatures` defaults to "required". Raises ConfigError, which names the key."""
     try:
         return FederationFile.model_validate({"signatures": "required", **tomllib.loads(file.read_text("utf-8-sig"))})
     except ValidationError as error:
@@ -162,14 +162,14 @@ def roster_file(folder: Path) -> Path:
 
 
 class SiteRegistry:
-    """members.json in a federation's folder. Every change is written at once, atomically, and signers.json with it.
+    """members.json in a federation's folder. Each change is written immediately and atomically, with signers.json.
 
-    A command that changes it loads it with `locked`. Otherwise, of two commands at once, the later would undo what the
-    earlier did, such as a revocation.
+    A command that changes the registry loads it with `locked`. Otherwise, if two commands ran at once, the later could
+    undo a change by the earlier, such as a revocation.
 
     Attributes:
         federation_id: 32 hex digits; "" in a registry from before 0.2, until it is saved.
-        instruction_keys: public keys in hex, current and standby; none in such a registry.
+        instruction_keys: public keys in hex, current and standby; () in such a registry.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -197,9 +197,9 @@ class SiteRegistry:
 
     @classmethod
     def create(cls, folder: Path, federation: FederationFile, instruction_keys: tuple[str, ...] = ()) -> SiteRegistry:
-        """Create a registry with every site invited and a new federation id.
+        """Create a registry with all sites invited and a new federation ID.
 
-        With `instruction_keys`, which every kit then names, every site signs.
+        With `instruction_keys`, which every kit then names, all sites sign.
         """
         about = federation.model_dump(mode="json", by_alias=True)
         entry = {"state": "invited"} | ({"signs": True} if instruction_keys else {})
@@ -215,9 +215,9 @@ class SiteRegistry:
     @classmethod
     @contextlib.contextmanager
     def locked(cls, folder: Path) -> Iterator[SiteRegistry]:
-        """Load the registry, and let no other command change it until the block ends. Raises ConfigError."""
+        """Load the registry, and lock it against other commands until the block ends. Raises ConfigError."""
         if not (registry_folder(folder) / "members.json").is_file():
-            cls(folder)  # raises the error that says what is missing
+            cls(folder)  # raises an error that says what is missing
         with command_lock.hold_lock(registry_folder(folder) / ".lock", "members"):
             yield cls(folder)
 
@@ -231,10 +231,10 @@ class SiteRegistry:
         return self.sites[site]
 
     def with_site(self, site: str) -> FederationFile:
-        """Return the federation with one more site; nothing is written. Raises ConfigError for an invalid name."""
+        """Return the federation with one more site, without saving it. Raises ConfigError for an invalid name."""
         if used := [name for name in self.sites if name.lower() == site.lower()]:
             kit = self.folder / "kits" / f"{used[0]}.tar.gz"
-            raise ConfigError(f"SITE: expected a name that is not used yet, found {used[0]}; its kit is {kit}")
+            raise ConfigError(f"SITE: expected an unused name, found {used[0]}; its kit is {kit}")
         about = self.federation.model_dump(by_alias=True)
         try:
             return FederationFile.model_validate(about | {"sites": [*self.federation.sites, site]})
@@ -245,36 +245,36 @@ class SiteRegistry:
             ) from None
 
     def add(self, site: str, signs: bool = False) -> None:
-        """Add an invited site; `signs`: its kit names the instruction keys. Raises ConfigError like `with_site`."""
+        """Add an invited site; `signs`: its kit names the instruction keys. Raises ConfigError, like `with_site`."""
         self.federation = self.with_site(site)
         self.sites[site] = {"state": "invited"} | ({"signs": True} if signs else {})
         self.save()
 
     def with_server(self, names: Sequence[str], only: bool) -> FederationFile:
-        """Return the federation with these names of the server first; nothing is written. Raises ConfigError.
+        """Return the federation with these server names first, without saving it. Raises ConfigError for invalid names.
 
         Args:
-            only: drop the names so far.
+            only: drop the previous names.
         """
         kept = [] if only else [name for name in self.federation.server if name not in names]
         about = self.federation.model_dump(by_alias=True)
         try:
-            if any(name.count(":") == 1 for name in names):  # more of them are an IPv6 address
+            if any(name.count(":") == 1 for name in names):  # more colons mean an IPv6 address
                 raise ValueError("a port")
             return FederationFile.model_validate(about | {"server": [*dict.fromkeys(names), *kept]})
-        except ValueError:  # pydantic's ValidationError is one
+        except ValueError:  # includes pydantic's ValidationError
             raise ConfigError(
                 f"NAME: expected host names or addresses without a port, found {sanitize(' '.join(names), 200)!r}; the "
-                "port stays the federation's"
+                "federation's port stays as it is"
             ) from None
 
     def rename_server(self, federation: FederationFile) -> None:
-        """Write the federation of `with_server`."""
+        """Save a federation returned by `with_server`."""
         self.federation = federation
         self.save()
 
     def mark_signing(self, site: str) -> None:
-        """Record that the site's kit names the instruction keys, so that the site signs its replies."""
+        """Record that the site's kit lists the instruction keys, so that the site signs its replies."""
         self.sites[site] = {**self.entry(site), "signs": True}
         self.save()
 
@@ -293,13 +293,13 @@ class SiteRegistry:
         if not self.instruction_keys:
             raise ConfigError(
                 f"require-signatures: expected instruction keys, found none; fedveil members kit {self.folder} NAME "
-                "makes them, and a site's kit that names them"
+                "creates them, and a site's kit that names them"
             )
         self.federation = self.federation.model_copy(update={"signatures": "required"})
         self.save()
 
     def _unable_to_sign(self, site: str) -> str:
-        """Return why a registered site cannot sign and the next step; "" if it can, or is not registered."""
+        """Return why a registered site cannot sign, with the next step; "" if it can or is not registered."""
         entry = self.sites[site]
         if entry["state"] != "registered":
             return ""
@@ -348,7 +348,7 @@ class SiteRegistry:
     def register(
         self, site: str, public: str, node: str = "", now: datetime | None = None, *, signing: str = ""
     ) -> None:
-        """Set the site's keys and its Flower node id; its earlier keys are retired.
+        """Set the site's keys and its Flower node ID; its earlier keys are retired.
 
         Without a new signing key, the site keeps its current one.
         """
@@ -380,9 +380,9 @@ class SiteRegistry:
             ) from None
 
     def end(self, site: str, state: str) -> None:
-        """Mark a site revoked or expired: its key is never accepted again, and if revoked, nor is its signing key.
+        """Mark a site as revoked or expired: its key is never accepted again; if revoked, neither is its signing key.
 
-        signers.json is written first: if this is interrupted, no run counts the site's replies.
+        signers.json is written first, so that no run counts the site's replies if this is interrupted.
         """
         entry = self.entry(site)
         self._retire(site, state)
@@ -393,13 +393,13 @@ class SiteRegistry:
         self.save()
 
     def expired(self, now: datetime | None = None) -> list[str]:
-        """Return the registered sites past their last day."""
+        """Return the registered sites that are past their expiry date."""
         moment = now or datetime.now(UTC)
         registered = {site: entry for site, entry in self.sites.items() if entry["state"] == "registered"}
         return [site for site, entry in registered.items() if datetime.fromisoformat(entry["until"]) <= moment]
 
     def save(self) -> None:
-        """Write members.json and signers.json; a registry from before 0.2 gets its federation id."""
+        """Write members.json and signers.json; a registry from before 0.2 gets a federation ID."""
         self.federation_id = self.federation_id or _draw_id()
         about = self.federation.model_dump(mode="json", by_alias=True)
         content = {
@@ -410,10 +410,10 @@ class SiteRegistry:
         self._save_signers()
 
     def write_signers(self) -> None:
-        """Write signers.json again if it is missing or differs from the registry, which may change meanwhile.
+        """Rewrite signers.json if it is missing or differs from the registry, which may change meanwhile.
 
-        No lock is needed: a command that changes members.json writes signers.json after it, and this writes it again if
-        members.json changed. A registry of before 0.2 has no federation id, and no signers.json until it is saved.
+        No lock is needed: a command that changes members.json then writes signers.json, and this method rewrites it if
+        members.json changed. A registry from before 0.2 has no federation ID, and no signers.json until it is saved.
         """
         members = self
         while members.federation_id:
@@ -447,12 +447,12 @@ def _draw_id() -> str:
 
 
 def _identity(content: Any) -> tuple[str, tuple[str, ...]]:
-    """Return the federation's id and its public instruction keys, as far as it has them. Raises ValueError."""
+    """Return the federation's ID and public instruction keys, or empty values. Raises ValueError if they're invalid."""
     federation, keys = content.get("federation-id", ""), content.get("instruction-keys", [])
     if type(federation) is not str or not re.fullmatch(r"([0-9a-f]{32})?", federation):
         raise ValueError("expected a federation-id of 32 hex digits")
     if type(keys) is not list or len(keys) not in (0, 2) or any(not _usable_key(key) for key in keys):
-        raise ValueError("expected two instruction-keys of 64 hex digits each, and none of small order")
+        raise ValueError("expected two instruction-keys of 64 hex digits each, neither of small order")
     return federation, tuple(keys)
 
 
@@ -464,7 +464,7 @@ def _read_or_none(file: Path) -> bytes | None:
 
 
 def _usable_moment(text: object) -> str:
-    """Return a site's last moment as it is; one in the past for other text, so that no run counts the site."""
+    """Return a site's expiry time unchanged; if it is invalid, return a past time, so that no run counts the site."""
     try:
         if text != "":
             require_moment(text)

@@ -1,6 +1,6 @@
 """Read an unpacked start-up kit at its site: the server's address and the site's own settings.
 
-A path in a file without a leading "/" or "~" is relative to the kit.
+A path without a leading "/" or "~" is relative to the kit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StartupKit(BaseModel):
 
     Attributes:
         superlink: HOST:PORT of the server's fleet port.
-        control_port: the server's control port, which must not answer from here.
+        control_port: the server's control port, which must not be reachable from here.
         poll_seconds: a SuperNode's first polling interval.
     """
 
@@ -40,7 +40,7 @@ class StartupKit(BaseModel):
 
 
 def read_kit(folder: Path) -> StartupKit:
-    """Read site.toml. Raises ConfigError if `folder` has no kit, or if site.toml is invalid; it names the key."""
+    """Read site.toml. Raises ConfigError if `folder` has no kit or site.toml is invalid; the message names the key."""
     file = folder / "site.toml"
     try:
         return StartupKit.model_validate(_toml(file))
@@ -53,10 +53,10 @@ def read_kit(folder: Path) -> StartupKit:
 
 
 def node_config(folder: Path, file: Path | None = None) -> SiteConfig:
-    """Return the site config of the kit in `folder`, with absolute paths. `file` replaces node-config.toml.
+    """Return the site config from the kit in `folder`, with absolute paths. `file` replaces node-config.toml.
 
     Raises:
-        ConfigError: the file cannot be read, or a key is invalid; it names the key.
+        ConfigError: the file cannot be read or a key is invalid; the message names the key.
     """
     content = _toml(file or folder / NODE_CONFIG)
     for name in _PATHS:
@@ -66,7 +66,7 @@ def node_config(folder: Path, file: Path | None = None) -> SiteConfig:
 
 
 def names_instruction_keys(file: Path) -> bool:
-    """Return whether a node config names the server's instruction keys. Raises ConfigError."""
+    """Return whether a node config names the server's instruction keys. Raises ConfigError if it cannot be read."""
     return bool(_toml(file).get("instruction-keys"))
 
 

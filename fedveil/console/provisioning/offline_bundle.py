@@ -1,16 +1,16 @@
-"""An offline bundle: a folder with checksums that a person carries to a site without a network.
+"""An offline bundle: a folder with checksums that a person carries to a site without network access.
 
     wheels/            FedVeil and all its dependencies
     images/            container images, as files
     requirements.txt   every wheel's name, version and SHA-256, for pip install --require-hashes
     constraints.txt    the versions of all packages
-    INSTALL.md         instructions for the site; the first line says what made the bundle
-    SHA256SUMS         every other file with its SHA-256, as sha256sum -c reads it
+    INSTALL.md         instructions for the site; the first line names the version that made the bundle
+    SHA256SUMS         every other file with its SHA-256, in the format of sha256sum -c
 
-The site compares the SHA-256 of SHA256SUMS with the maker by telephone, checks the list with `sha256sum -c`, and only
+The site compares the SHA-256 of SHA256SUMS with the maker by phone, checks the list with `sha256sum -c`, and only
 then installs. No program from the bundle takes part in that check: a changed wheel could contain a `fedveil bundle
-verify` that finds nothing. pip then installs only the wheels that requirements.txt lists.
-(The bundle that Flower sends to sites is something else: fedveil/console/flower/app_bundle.py.)
+verify` that always passes. pip then installs only the wheels listed in requirements.txt.
+(The bundle that Flower sends to sites is different: see fedveil/console/flower/app_bundle.py.)
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _INSTALL = """\
 
 For Python {python} on {machine}. The commands below need no network. Run them in this folder, in this order.
 
-1. Ask the person who made this folder for the SHA-256 of SHA256SUMS, by telephone. Compare it with what this prints:
+1. Call the person who made this folder and ask for the SHA-256 of SHA256SUMS. Compare it with what this prints:
 
     sha256sum SHA256SUMS
 
@@ -58,12 +58,12 @@ For Python {python} on {machine}. The commands below need no network. Run them i
     ../fedveil-venv/bin/pip install --require-hashes --no-deps --no-index --find-links wheels -r requirements.txt
     ../fedveil-venv/bin/fedveil bundle verify .       # also finds files that SHA256SUMS does not list
 
-Step 2 must come before step 4: what a changed wheel installs can also lie about the bundle.
+Step 2 must come before step 4, because a program installed from a changed wheel can also lie about the bundle.
 """
 
 
 class OfflineBundle:
-    """One offline bundle.
+    """An offline bundle.
 
     Attributes:
         folder: its folder.
@@ -74,16 +74,16 @@ class OfflineBundle:
 
     @classmethod
     def make(cls, folder: Path, source: Path | None, images: Sequence[str]) -> OfflineBundle:
-        """Collect wheels and images in the new folder, all or nothing; no checksums yet.
+        """Collect wheels and images in a new folder, all or nothing, without checksums yet.
 
         Args:
-            source: a checkout from which to build FedVeil's wheel; None = this installation.
-            images: names of container images that this machine's engine has.
+            source: a checkout from which to build FedVeil's wheel; None means this installation.
+            images: names of container images in this machine's engine.
 
         Raises:
             ConfigError: `source` is not a checkout.
             StateError: `folder` already exists.
-            LaunchError: pip or the engine failed; it includes the last lines of output.
+            LaunchError: pip or the engine failed; the message includes the last lines of output.
         """
         for name in ("pyproject.toml", "constraints.txt", "lock/run.txt"):
             if source and not (source / name).is_file():
@@ -106,7 +106,7 @@ class OfflineBundle:
         return self.folder / SUMS
 
     def write_checksums(self) -> str:
-        """Write requirements.txt and SHA256SUMS and return a one-line summary.
+        """Write requirements.txt and SHA256SUMS, and return a short summary.
 
         Raises StateError for an empty or missing folder, a link, or a name that `sha256sum` would escape.
         """
@@ -125,11 +125,11 @@ class OfflineBundle:
         total = sum((self.folder / name).stat().st_size for name in sums)
         return (
             f"{self.sums}: {len(sums)} files, {total:,} bytes; SHA-256 {_sha256(self.sums)}\n"
-            f"Read this SHA-256 to the site by telephone; it compares it before it installs: {self.folder}/INSTALL.md"
+            f"Read this SHA-256 to the site by phone; the site compares it before installing: {self.folder}/INSTALL.md"
         )
 
     def verify(self) -> str:
-        """Compare the folder with SHA256SUMS and return a one-line summary. Raises StateError on a difference."""
+        """Compare the folder with SHA256SUMS and return a one-line summary. Raises StateError for any difference."""
         try:
             lines = self.sums.read_text().splitlines()
         except (OSError, ValueError) as error:
@@ -140,7 +140,7 @@ class OfflineBundle:
         expected = {match[2]: match[1] for line in lines if (match := _LINE.fullmatch(line))}
         if not lines or len(expected) != len(lines):
             raise StateError(
-                f"{self.sums}: expected a line of a SHA-256 and a name for each file, found another text; copy the "
+                f"{self.sums}: expected one line per file with a SHA-256 and a name, found other text; copy the "
                 "folder again"
             )
         files = file_checksums(self.folder)
@@ -155,7 +155,7 @@ class OfflineBundle:
 
 
 def file_checksums(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file below `folder` except SHA256SUMS, by its path there.
+    """Return the SHA-256 of every file under `folder` except SHA256SUMS, by relative path.
 
     Raises StateError for a link, or for a name that `sha256sum` would escape.
     """
@@ -165,24 +165,24 @@ def file_checksums(folder: Path) -> dict[str, str]:
         if path.is_symlink():
             raise StateError(f"{path}: expected files and folders, found a link; put the file itself there")
         if "\n" in name or "\r" in name or "\\" in name:
-            raise StateError(f"{path!r}: expected a name without line breaks and backslashes; rename the file")
+            raise StateError(f"{path!r}: expected a name without line breaks or backslashes; rename the file")
         if path.is_file() and name != SUMS:
             sums[name] = _sha256(path)
     return sums
 
 
 def _requirement(wheel: Path) -> str:
-    """Return a wheel's line of requirements.txt. Raises StateError if its name is not that of a wheel."""
+    """Return a wheel's line for requirements.txt. Raises StateError if the file is not named like a wheel."""
     match = _WHEEL.fullmatch(wheel.name)
     if match is None:
         raise StateError(
-            f"{wheel}: expected a wheel's name, such as fedveil-0.2.0-py3-none-any.whl; remove or rename the file"
+            f"{wheel}: expected a wheel name, such as fedveil-0.2.0-py3-none-any.whl; remove or rename the file"
         )
     return f"{match[1]}=={match[2]} --hash=sha256:{_sha256(wheel)}\n"
 
 
 def _collect(folder: Path, source: Path | None, images: Sequence[str]) -> None:
-    """Fill the folder, except for the checksums."""
+    """Fill the folder with everything but the checksums."""
     processes = ProcessGroup(folder)
     constraints = source / "constraints.txt" if source else paths.find_file("constraints.txt")
     wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", str(folder / "wheels"), "--no-deps"]
@@ -190,7 +190,7 @@ def _collect(folder: Path, source: Path | None, images: Sequence[str]) -> None:
     locked, device = [*wheel, "--require-hashes"], "cpu" if version("torch").endswith("+cpu") else "cuda"
     index = os.environ.get("TORCH_INDEX") if device == "cpu" else None
     with tempfile.TemporaryDirectory(prefix="fedveil-bundle-") as clean:
-        # A checkout's build/ may contain deleted modules, which would end up in the wheel.
+        # Copy the source, because a checkout's build/ may contain deleted modules, which would end up in the wheel.
         copy = paths.copy_checkout(Path(clean) / "source", source)
         lock = copy / "lock"
         torch = [*(["--index-url", index] if index else []), "-r", str(lock / f"{device}.txt")]

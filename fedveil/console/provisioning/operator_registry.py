@@ -1,4 +1,4 @@
-"""Registry of a federation's operators: operators.json, which the SuperLink reloads when it changes."""
+"""The registry of a federation's operators: operators.json, which the SuperLink reloads when it changes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 class OperatorRegistry:
-    """operators.json in the folder `registry`; every change is written at once. Raises ConfigError if it is invalid.
+    """operators.json in the folder `registry`; each change is written immediately. Raises ConfigError if it is invalid.
 
-    A command that changes it loads it with `locked`, as with `SiteRegistry`. Each has a lock of its own, so that a
-    members command that waits for Flower delays no operator's revocation.
+    A command that changes it loads it with `locked`, as with `SiteRegistry`. Each registry has its own lock, so that a
+    members command waiting for Flower does not delay the revocation of an operator.
     """
 
     def __init__(self, registry: Path) -> None:
@@ -45,21 +45,21 @@ class OperatorRegistry:
 
     @classmethod
     def create(cls, registry: Path, days: int) -> str:
-        """Create the file with only `OWNER`, who may do everything for `days`. Returns the owner's token."""
+        """Create the file with only `OWNER`, who may do everything for `days` days. Returns the owner's token."""
         write_atomic(registry / FILE, b'{"operators": {}}')
         return cls(registry).add(OWNER, "admin", days, renew=False)
 
     @classmethod
     @contextlib.contextmanager
     def locked(cls, registry: Path) -> Iterator[OperatorRegistry]:
-        """Load the registry, and let no other command change it until the block ends. Raises ConfigError."""
+        """Load the registry, and lock it against other commands until the block ends. Raises ConfigError."""
         if not (registry / FILE).is_file():
-            cls(registry)  # raises the error that says what is missing
+            cls(registry)  # raises an error that says what is missing
         with command_lock.hold_lock(registry / ".operators.lock", "operators"):
             yield cls(registry)
 
     def add(self, name: str, role: str, days: int, renew: bool, now: datetime | None = None) -> str:
-        """Add an operator and return the token, which is not stored. Raises ConfigError."""
+        """Add an operator and return the token, which is not stored. Raises ConfigError for an invalid value."""
         if not _NAME.fullmatch(name):
             raise ConfigError(
                 f"NAME: expected letters, digits, '-', '_' or '.', at most 64, found {name!r}; choose another"
@@ -76,7 +76,7 @@ class OperatorRegistry:
         return token
 
     def revoke(self, name: str) -> None:
-        """Revoke an operator, effective with the next request. Raises ConfigError if there is none of this name."""
+        """Revoke an operator, effective with the next request. Raises ConfigError for an unknown name."""
         if name not in self.entries:
             raise ConfigError(
                 f"NAME: expected one of {sorted(self.entries)}, found {name!r}; see fedveil operators list"
@@ -85,7 +85,7 @@ class OperatorRegistry:
         self._save()
 
     def is_last_admin(self, name: str, now: datetime | None = None) -> bool:
-        """Return whether this operator is the only one with the role admin whose token is valid."""
+        """Return whether this operator is the only one with the admin role and a valid token."""
         at = now or datetime.now(UTC)
         admins = {
             who

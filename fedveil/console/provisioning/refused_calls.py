@@ -1,7 +1,7 @@
-"""Count the calls of each site that the sites' port has refused in the last day, from the end of the control log.
+"""Count the calls by each site that the fleet port refused in the last day, from the end of the control log.
 
-The log's lines are written by fedveil/guard/fleet/refusal_log.py. `fedveil log verify` checks the chain of the whole
-log; here only its last 4 MiB are read, for speed, and an unreadable line is skipped.
+fedveil/guard/fleet/refusal_log.py writes these lines. `fedveil log verify` checks the whole log's
+chain; for speed, only its last 4 MiB are read here, and unreadable lines are skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_COUNT = 1_000_000_000
 
 @dataclass(frozen=True)
 class RefusedCalls:
-    """The refused calls of one site in the last day.
+    """One site's refused calls in the last day.
 
     Attributes:
         count: their number.
@@ -38,12 +38,12 @@ class RefusedCalls:
     def __str__(self) -> str:
         calls = "1 call" if self.count == 1 else f"{self.count:,} calls"
         text = f"{calls} refused in the last {_HOURS} h"
-        text += f", the last at {self.last}" if self.last else ""
+        text += f", most recently at {self.last}" if self.last else ""
         return f"{text}; ROGUE: 20 within a minute; fedveil members revoke shuts it out" if self.is_rogue else text
 
 
 def read_refused_calls(folder: Path, now: datetime | None = None) -> dict[str, RefusedCalls]:
-    """Return the refused calls by site for the federation in `folder`; empty if it has no log yet.
+    """Return the refused calls by site for the federation in `folder`; {} if it has no log yet.
 
     Raises:
         OSError: the log cannot be read.
@@ -65,7 +65,7 @@ def read_refused_calls(folder: Path, now: datetime | None = None) -> dict[str, R
 
 
 def _read_tail(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the last lines that are JSON objects, oldest first."""
+    """Yield the log's last lines that are JSON objects, oldest first."""
     try:
         with file.open("rb") as log:
             begin = max(0, log.seek(0, 2) - _TAIL_BYTES)
@@ -83,7 +83,7 @@ def _read_tail(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _parse_time(text: object) -> datetime | None:
-    """Return the time of a line; None for another text."""
+    """Return a line's time; None for text that is not a time."""
     try:
         at = datetime.fromisoformat(str(text))
     except ValueError:

@@ -1,15 +1,15 @@
-"""A site's start-up kit: everything that a site needs and nothing secret. The site creates its own keys.
+"""A site's start-up kit: everything a site needs, and nothing secret. The site creates its own keys.
 
 compose.yaml       SuperNode and SuperExec in separate containers, and the command that creates the keys
 compose.gpu.yaml   the same with a GPU: docker compose -f compose.yaml -f compose.gpu.yaml up
 ca.crt             certificate of the server's CA
-instruction-keys.toml  public keys of the server's instruction signatures
-site.toml          federation, site, server, its ports: public
+instruction-keys.toml  public keys for verifying the server's instructions
+site.toml          federation, site, server and ports (all public)
 node-config.toml   the site's settings for its own apps; paths are relative to the kit
-containers.toml    the same with the paths of compose.yaml's containers
-site-policy.toml   the site's permissions: none, until the site has filled it in
+containers.toml    the same, with the paths in compose.yaml's containers
+site-policy.toml   the site's permissions: none until the site fills it in
 README.md          one page
-SHA256SUMS         of all of the above: sha256sum -c SHA256SUMS
+SHA256SUMS         checksums of all of the above: sha256sum -c SHA256SUMS
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedveil.guard import poll_backoff
 
 POLICY = """\
 # This site's policy. The site reads it before any of the server's code runs, and refuses what it does not permit.
-# As delivered it permits nothing. `fedveil explain` shows what a run would send.
+# As delivered, it permits nothing. `fedveil explain` shows what a run would send.
 methods = []                     # ["fedrand"]
 tasks = []                       # ["text-generation"]
 models = []                      # ["/models/llama"]
@@ -37,22 +37,22 @@ max-rounds = 50
 max-bytes-a-round = 200_000_000
 min-examples = 100
 min-batch = 4
-require-signed-instructions = true      # signed by the server's key of instruction-keys.toml
-max-broadcast-change = 1.0              # of the weights to train from, since the last ones
-max-broadcast-drift = 1.5               # since the run's first ones; the site's log has both numbers of each round
+require-signed-instructions = true      # signed with the server's key from instruction-keys.toml
+max-broadcast-change = 1.0              # in the weights to train from, since the previous ones
+max-broadcast-drift = 1.5               # since the run's first ones; the site's log has both values for each round
 # max-broadcast-norm = 50.0
-# signers = ["ssh-ed25519 AAAA..."]     # leave out, or list the keys that may sign an app
-# max-epsilon = 3.0                     # over all runs together, 8 at the most; refuses methods without a guarantee
-# delta = 1e-6                          # of the ledger: min(1e-6, 1 / (10 x examples)), with those of its first day
+# signers = ["ssh-ed25519 AAAA..."]     # omit, or list the keys that may sign an app
+# max-epsilon = 3.0                     # over all runs together; use at most 8; refuses methods without a guarantee
+# delta = 1e-6                          # the ledger's: min(1e-6, 1 / (10 x examples)), from its first day
 # adjacency = "replace-one"             # with Poisson batches, which dp.* always draws
-# after-open = "refuse"                 # no private run after one that made epsilon infinite
+# after-open = "refuse"                 # no private runs after a run that made epsilon infinite
 # hours = ["20:00-06:00"]
-# require-secure = true                 # uploads leave this site masked; with a roster also for a server that lies
+# require-secure = true                 # uploads leave this site masked; with a roster, even if the server lies
 # min-cohort = 5                        # minimum number of sites in a sum
-# min-threshold = 4                     # number of sites that must agree to a sum with this site
-# min-colluders = 1                     # sites that may work with a server that lies
+# min-threshold = 4                     # number of sites that must agree to a sum that includes this site
+# min-colluders = 1                     # number of sites that may collude with a lying server
 # roster = "sha256:5f0c..."             # fedveil members roster; compare it with the other sites, not with the server
-# [permits]                             # all other keys of the run config; this table comes last in the file
+# [permits]                             # all other run config keys; this table comes last in the file
 # "train.batch-size" = {min = 8, max = 64}
 """
 
@@ -61,24 +61,24 @@ _README = """\
 
 Nothing in this kit is secret. You make your keys here, and they do not leave this machine.
 
-You need a container engine with compose and the image `{image}` (`docker load -i` if you got it as a file).
-Without containers you need FedVeil installed: use the commands after "or", in this folder.
+You need a container engine with compose, and the image `{image}` (`docker load -i` if you got it as a file).
+Without containers, you need FedVeil installed; use the commands after "or" in this folder.
 
 1. Check the kit, then make your keys and your request:
 
        sha256sum -c SHA256SUMS
        docker compose run --rm -T init >request.json       # or: fedveil site init, which writes keys/request.json
 
-   Send `request.json` to the operator, and read the printed fingerprint to them by telephone. It covers two keys:
-   the node key opens your connection, and the other sites know you by the signing key.
+   Send `request.json` to the operator, and read the printed fingerprint to them by phone. It covers two keys:
+   the node key authenticates your connection, and the signing key identifies you to the other sites.
 
-2. Fill in `site-policy.toml`: as delivered it permits nothing. `FEDVEIL_DATA` names the folder of your examples
-   (such as `train.jsonl`, `train.csv` or `train.parquet`), `FEDVEIL_MODELS` that of the base models. Both are mounted
-   read-only, into the container without outside network, and must be readable by user 10001. Without containers
-   `node-config.toml` names the folder of the examples: `data`, in this folder.
+2. Fill in `site-policy.toml`: as delivered, it permits nothing. `FEDVEIL_DATA` names the folder with your examples
+   (such as `train.jsonl`, `train.csv` or `train.parquet`), `FEDVEIL_MODELS` the one with base models. Both are mounted
+   read-only in the container that has no outside network, and must be readable by user 10001. Without containers,
+   `node-config.toml` names the folder with the examples: `data`, in this folder.
 
-   For runs with secure aggregation: when all sites are registered, the operator sends you the digest of the roster.
-   Compare it with the other sites, by telephone, before you put it into `site-policy.toml`: it keeps the server from
+   For runs with secure aggregation: when all sites are registered, the operator sends you the roster digest.
+   Compare it with the other sites by phone before you put it in `site-policy.toml`: it keeps the server from
    replacing their keys with its own. Secure aggregation still does not hold against a server that deviates from the
    protocol or lies.
 
@@ -86,7 +86,7 @@ Without containers you need FedVeil installed: use the commands after "or", in t
 
        docker compose up -d --wait                         # or: fedveil site start --kit .
 
-Your firewall must allow one outgoing TCP connection, to {superlink}. Nothing connects to you: publish no port.
+Your firewall must allow one outgoing TCP connection, to {superlink}. Nothing connects to you, so publish no ports.
 
 | to ... | run |
 |---|---|
@@ -94,12 +94,12 @@ Your firewall must allow one outgoing TCP connection, to {superlink}. Nothing co
 | see what was sent and refused | `docker compose exec clientapp fedveil log show /state/audit-log.jsonl` |
 | the same without containers | `fedveil log show state/audit-log.jsonl` |
 | check that log | `docker compose exec clientapp fedveil log verify /state/audit-log.jsonl` |
-| make a new node key before the old one's last day | `docker compose run --rm -T init --renew >request.json`, then 3 |
+| make a new node key before the old one expires | `docker compose run --rm -T init --renew >request.json`, then 3 |
 | make a new signing key, if others may have the old one | the same with `--renew-signing`; all need the new roster |
 | accept the server's new instruction keys | `fedveil site trust FILE --kit . --fingerprint SHA256:...` |
 | the same with containers | after that, `docker compose restart clientapp` |
 | use a GPU | `docker compose -f compose.yaml -f compose.gpu.yaml up -d --wait`, with an image built for it |
-| leave | `docker compose down`, and tell the operator, who revokes your key |
+| leave the federation | `docker compose down`, and tell the operator, who revokes your key |
 
 The server's certificate is signed by the operator's own CA. The SHA-256 of ca.crt is
 
@@ -107,9 +107,9 @@ The server's certificate is signed by the operator's own CA. The SHA-256 of ca.c
 
 The server signs its instructions to you. Its public keys are in instruction-keys.toml.
 
-Confirm both with the operator by telephone before you trust them. Compare what `sha256sum ca.crt` prints, and the
+Confirm both with the operator by phone before you trust them. Compare what `sha256sum ca.crt` prints, and the
 fingerprint of the instruction keys that `fedveil site init` or `fedveil doctor --kit .` prints: anyone who changed the
-kit on its way could have changed this page too.
+kit in transit could have changed this page too.
 """
 
 
@@ -120,7 +120,7 @@ _IN_THE_KIT: dict[str, Value] = {
 _MOST_BYTES = 1 << 16
 ADDRESS_AT_SITE = (
     "at the site, in its kit's folder: tar xzf NEW.tar.gz --strip-components=1 --wildcards '*/site.toml' "
-    "'*/compose.yaml', then start it again; keys, policy and state stay as they are"
+    "'*/compose.yaml', then restart it; keys, policy and state stay as they are"
 )
 _IN_CONTAINERS: dict[str, Value] = {
     "data": "/data", "state-dir": "/state", "policy": "/kit/site-policy.toml", "signing-key": "/secret/signing.key",
@@ -138,7 +138,7 @@ def kit_files(federation: FederationFile, site: str, ca: bytes, keys: Instructio
         "control-port": federation.control_port,
         "poll-seconds": poll_backoff.patch_site_polling(len(federation.sites)),
     }
-    # Data may be mounted read-only, so no id can be stored with it; the data set takes the site's name.
+    # Data may be mounted read-only, so no ID can be stored with it; the data set is named after the site.
     names: dict[str, Value] = {"site": site, "data-set": site}
     text_files = {
         "compose.yaml": compose_files.site_compose(federation, site),
@@ -156,7 +156,7 @@ def kit_files(federation: FederationFile, site: str, ca: bytes, keys: Instructio
 
 
 def address_in_kit(file: Path) -> str:
-    """Return HOST:PORT of the server in a kit that `write_kit` wrote; "" if there is none to be read."""
+    """Return the server's HOST:PORT in a kit that `write_kit` wrote; "" if it cannot be read."""
     try:
         with tarfile.open(file, "r:gz") as archive:
             for entry in archive:
@@ -168,7 +168,7 @@ def address_in_kit(file: Path) -> str:
 
 
 def write_kit(file: Path, federation: FederationFile, site: str, ca: bytes, keys: InstructionKeys) -> None:
-    """Write the kit as SITE.tar.gz, with one folder in it."""
+    """Write the kit as SITE.tar.gz, which contains one folder."""
     with tarfile.open(file, "w:gz") as archive:
         for name, data in kit_files(federation, site, ca, keys).items():
             entry = tarfile.TarInfo(f"{federation.name}-{site}/{name}")

@@ -1,1 +1,1 @@
-"""Read run folders and the state folders of sites."""
+"""Read run folders and sites' state folders."""

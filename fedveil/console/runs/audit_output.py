@@ -1,4 +1,4 @@
-"""Write an audit into its run's folder, and print its verdict and strongest findings."""
+"""Write an audit to its run folder, and print its verdict and strongest findings."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:  # they import torch
 
 _SHOWN = 5  # findings shown on a terminal; the file has all
 _NOT_TRIED = (
-    "next: the lines above say why no attack was tried; set the examples with --data or --site, the time with --minutes"
+    "next: the lines above say why no attack was tried; set examples with --data or --site, and time with --minutes"
 )
 _CONTROLS_FAILED = (
-    "next: the lines above say which control failed. If a control was not won, use more examples (--max-rows); if "
-    "members and non-members already differ, use other --non-members, of the kind that the sites have"
+    "next: the lines above say which control failed. If an attack failed on the overfitted control, use more examples "
+    "(--max-rows); if members and non-members already differ, use other --non-members, more like the sites' examples"
 )
 
 
 def write_audit(folder: Path, result: AuditReport, sheet: bytes | None, console: Console | None = None) -> bool:
-    """Write audit.json, and the sheet of reconstructed images if there is one, into the run folder.
+    """Write audit.json, and the sheet of reconstructed images if there is one, to the run folder.
 
     Returns:
-        False if the audit tried no attack and an earlier one stays; `console` gets a line about it.
+        False if the audit tried no attack and an earlier audit is kept; `console` gets a line about it.
     """
     from fedveil.attacks.audit import findings
 
@@ -39,14 +39,14 @@ def write_audit(folder: Path, result: AuditReport, sheet: bytes | None, console:
     file = folder / findings.FILE
     if not result.findings and result.epsilon_shown is None and file.is_file():
         if console:
-            console.print(f"{file} is kept from an earlier audit: this audit tried no attack", soft_wrap=True)
+            console.print(f"{file} is kept from an earlier audit, because this audit tried no attack", soft_wrap=True)
         return False
     write_atomic(file, json.dumps(result.to_json(), indent=1).encode())
     return True
 
 
 def print_audit(folder: Path, result: AuditReport, name: str, console: Console) -> None:
-    """Print the verdict, the notes and the strongest findings of an audit of the run `name` in `folder`."""
+    """Print the verdict, notes and strongest findings of an audit of the run `name` in `folder`."""
     from fedveil.attacks.audit import findings
     from fedveil.attacks.audit.verdict import audit_verdict, strongest_findings
 

@@ -1,4 +1,4 @@
-"""Rewrite the card of an ended run with later findings, such as an audit."""
+"""Rewrite an ended run's card with later findings, such as an audit."""
 
 from __future__ import annotations
 

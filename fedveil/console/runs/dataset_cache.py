@@ -1,6 +1,6 @@
 """List and remove a site's cached examples (fedveil/data/dataset_cache.py), with their size and age.
 
-Caches are rebuilt on demand, so they can be removed at any time. A worker that has a cache mapped can still
+Caches are rebuilt on demand, so they can be removed at any time. A worker that has mapped a cache can still
 use it.
 """
 
@@ -24,7 +24,7 @@ class CachedDataset:
     """One set of prepared examples, or the leftover of an interrupted write.
 
     Attributes:
-        data_set: the name of its data set, or "path-" and a hash of its folder.
+        data_set: the data set's name, or "path-" and a hash of its folder.
         path: the set's folder.
         bytes: its size.
         last: when it was last used, in seconds since the epoch.
@@ -42,7 +42,7 @@ class CachedDataset:
 
 
 def list_cached_datasets(state_dir: Path) -> list[CachedDataset]:
-    """Return every set below a state folder, by data set, the least recently used first."""
+    """Return all sets in a state folder, sorted by data set, least recently used first."""
     datasets = []
     for path in (state_dir.expanduser() / PREPARED).glob("*/*"):
         with contextlib.suppress(FileNotFoundError):  # renamed or removed meanwhile
@@ -52,10 +52,10 @@ def list_cached_datasets(state_dir: Path) -> list[CachedDataset]:
 
 
 def remove_cached(state_dir: Path, sets: Iterable[CachedDataset]) -> None:
-    """Remove sets, after noting each in the site's audit log.
+    """Remove sets after recording each in the site's audit log.
 
     Raises:
-        StateError: the audit log cannot be written; sets that were not noted are kept.
+        StateError: the audit log cannot be written; sets not yet recorded are kept.
     """
     for of in sets:
         about = {"file": of.path.relative_to(state_dir.expanduser()).as_posix(), "bytes": of.bytes}

@@ -1,4 +1,4 @@
-"""The disclosure ledger of a run folder, summed up: what left each side, how often, in how many bytes."""
+"""A summary of a run folder's disclosure ledger: what left each side, how often, and in how many bytes."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ __all__ = [
 ]
 
 
-# Names that methods share; a site's own number, if a method assigns one, is i or k.
+# Notation that the methods share; a site's own number, if a method assigns one, is i or k.
 SYMBOLS = (
-    "A and B are the two factors of LoRA; an index r or t is the round, i or k the site; n_i or n_k is the number of "
+    "A and B are the two LoRA factors; an index r or t is the round, i or k the site; n_i or n_k is the number of "
     "examples that the site reports."
 )
 
 
 def what_was_learned(run: RunView) -> list[str]:
-    """Return sentences on what each side learned under the method; in a secure run, what the server got instead."""
+    """Return sentences on what each side learned with the method; in a secure run, on what the server got instead."""
     words = [sentence.replace("`", "") for sentence in what_is_learned(run.method)]
     return (
-        disclosure_summary.what_is_learned_in_sum(words, f"the sum over the sites of each round. {not_seen(run)}")
+        disclosure_summary.what_is_learned_in_sum(words, f"each round's sum over the sites. {not_seen(run)}")
         if run.unseen
         else words
     )
@@ -47,7 +47,7 @@ def message_kinds(run: RunView) -> list[DisclosureKind]:
 
 
 def scalar_names(run: RunView) -> dict[str, list[str]]:
-    """Return the names of scalar values sent along with tensors, by direction."""
+    """Return the names of the scalar values sent along with tensors, by direction."""
     return disclosure_summary.scalar_names(run.messages)
 
 
@@ -57,7 +57,7 @@ def reported_metrics(run: RunView) -> list[str]:
 
 
 def never_together(run: RunView, site: str) -> bool:
-    """Return whether no single upload of a site contained all the fields of its uploads together."""
+    """Return whether none of a site's uploads contained all the fields that its uploads contained together."""
     of_kind = {message["kind"]: message["fields"] for message in run.messages
                if message["direction"] == "up" and message["site"] == site}  # fmt: skip
     uploads: list[set[str]] = [{name for name, *_ in fields} for fields in of_kind.values()]
@@ -65,14 +65,14 @@ def never_together(run: RunView, site: str) -> bool:
 
 
 def unlisted_messages(run: RunView, direction: str) -> str:
-    """Describe the traffic that the run's list of messages does not include."""
+    """Describe traffic that the run's message list does not include."""
     refused = any(str(why).startswith(per_site.REFUSED) for a in run.attempts for why in a.get("failed", {}).values())
     parts = ["keys and shares of secure aggregation"] if run.unseen else []
     return " and ".join(parts + ["refused uploads"] * (direction == "up" and refused)) or "not listed by field"
 
 
 def describe_fields(fields: Sequence[tuple[str, str, list[int], int]]) -> dict[str, Any]:
-    """Return the number of tensors and entries, and the codecs, for one kind of message."""
+    """Return the number of tensors, the number of entries, and the codecs for one kind of message."""
     entries = 0
     for _, _, shape, _ in fields:
         count = 1

@@ -1,7 +1,7 @@
-"""The model that a run produced: its task and last weights, ready for inference, scoring or merging.
+"""The model that a run produced: its task and final weights, ready for inference, scoring or merging.
 
-A run folder is untrusted. Its config is parsed like a run's, weights are safetensors with a checksum and must have the
-base's shapes, and no code from a model folder runs.
+A run folder is untrusted. Its config is parsed as for a run; weights are safetensors with a checksum and must match the
+base's shapes; and no code from a model folder is run.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class FinalModel:
 
     Attributes:
         config: the run's config.
-        adapter: adapter of the server's model.
-        tensors: last weights, and any tensors that the method deploys with them.
+        adapter: the server model's adapter.
+        tensors: the final weights, and any tensors that the method deploys with them.
     """
 
     config: RunConfig
@@ -38,15 +38,15 @@ class FinalModel:
     tensors: Weights
 
     def task(self, device: str) -> tuple[Task, dict[str, Any]]:
-        """Return the task with the base, and its weights. Raises ConfigError and TaskError like `tasks.load_task`."""
+        """Return the task with the base, and its weights. Raises ConfigError or TaskError like `tasks.load_task`."""
         task = tasks.load_task(self.config, self.adapter, device)
         return task, {name: weight for name, weight in self.tensors.items() if name in task.spec}
 
     def merged(self) -> AttachedModel:
-        """Return the base in fp32 on the CPU, with the run's changes merged into its weights.
+        """Return the base model in fp32 on the CPU, with the run's changes merged into its weights.
 
         Raises:
-            ConfigError: what the run trained cannot be merged into weights.
+            ConfigError: the run's adapter cannot be merged into weights.
             TaskError: the base cannot be loaded.
         """
         if self.adapter.mount != "layers":
@@ -66,8 +66,8 @@ def load_final_model(folder: Path, base: str = "", **evaluate: Any) -> FinalMode
     """Load the model of the run in `folder`.
 
     Args:
-        base: the base's folder or hub id on this machine; "" = the run config's.
-        evaluate: fields of the section `evaluate` that override the run's.
+        base: the base's folder or Hub ID on this machine; "" means the one in the run config.
+        evaluate: `evaluate` section fields that override the run's.
 
     Raises:
         StateError: there is no run, or it has no weights.
@@ -89,5 +89,5 @@ def load_final_model(folder: Path, base: str = "", **evaluate: Any) -> FinalMode
 
 
 def _with(config: RunConfig, section: str, **values: Any) -> RunConfig:
-    """Return the config with some checked values of a section replaced."""
+    """Return the config with some values in one section replaced and checked."""
     return parse(config.flat() | {f"{section}.{key.replace('_', '-')}": value for key, value in values.items()})

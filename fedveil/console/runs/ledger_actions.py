@@ -1,4 +1,4 @@
-"""`fedveil site ledger`: shows the site's privacy ledger, moves another folder's history into it, repairs it."""
+"""`fedveil site ledger`: shows the site's privacy ledger, moves another folder's history into it, or repairs it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ _Action = Callable[[argparse.Namespace], int]
 def add_actions(
     actions: argparse._SubParsersAction[argparse.ArgumentParser], in_own_folder: Callable[[_Action], _Action]
 ) -> Sequence[argparse.ArgumentParser]:
-    """Add `ledger` with its actions; return those that take the state folder's options."""
+    """Add `ledger` with its actions; return the actions that take the state-folder options."""
     ledger = actions.add_parser("ledger", help="show the privacy ledger, move a history into it, or repair it")
     ledger_actions = ledger.add_subparsers(metavar="ACTION", required=True)
-    show = ledger_actions.add_parser("show", help="show each run, what is reserved for it, and open entries")
+    show = ledger_actions.add_parser("show", help="show each run, its reserved budget, and open entries")
     show.set_defaults(run=in_own_folder(_show))
     adopt = ledger_actions.add_parser(
-        "adopt", help="add the history of data that another state folder has charged, and bind the data to this one"
+        "adopt", help="add the history of data charged in another state folder, and bind the data to this one"
     )
     adopt.add_argument("data", type=Path, metavar="DATA", help="the data folder")
     source = adopt.add_mutually_exclusive_group(required=True)
     source.add_argument("--from", dest="other", type=Path, metavar="FOLDER", help="the other site's state folder")
-    source.add_argument("--lost", action="store_true", help="that ledger is lost: epsilon over all runs is infinite")
-    adopt.add_argument("--other-key-file", default="", metavar="FILE", help="the other ledger's key, if it is sealed")
+    source.add_argument("--lost", action="store_true", help="that ledger is lost, so epsilon over all runs is infinite")
+    adopt.add_argument(
+        "--other-key-file", default="", metavar="FILE", help="the other ledger's key, if the ledger is encrypted"
+    )
     adopt.set_defaults(run=in_own_folder(_adopt))
     recover = ledger_actions.add_parser(
-        "recover", help="after every restore of a backup: count the most that may have been charged since"
+        "recover", help="after every restore from a backup: count the most that may have been charged since the backup"
     )
     recover.add_argument("data", type=Path, metavar="DATA", help="the data folder")
     recover.set_defaults(run=in_own_folder(_recover))
@@ -44,13 +46,18 @@ def add_actions(
         action.add_argument(
             "--policy", default="", metavar="FILE", help="needed only if fedveil site start did not record it"
         )
-        action.add_argument("--key-file", default="", metavar="FILE", help="likewise, if the site's state is sealed")
+        action.add_argument(
+            "--key-file",
+            default="",
+            metavar="FILE",
+            help="key file for an encrypted state, if fedveil site start did not record it",
+        )
     return show, adopt, recover
 
 
 def _show(args: argparse.Namespace) -> int:
     if not ledger_files(args.state_dir):
-        print(f"no privacy ledger below {args.state_dir.expanduser()}: no run has trained here")
+        print(f"no privacy ledger in {args.state_dir.expanduser()}: no run has trained here")
         return 0
     standing = ledger_standing(args.state_dir, args.policy, args.key_file)
     for line in standing_lines(standing):
@@ -76,7 +83,7 @@ def _described(account: SiteAccount, entry: AccountEntry) -> str:
 def _adopt(args: argparse.Namespace) -> int:
     site = site_of_folder(args.state_dir, args.policy, args.key_file)
     if args.other is not None and not ledger_files(args.other):
-        raise ConfigError(f"--from: expected a state folder with a ledger, found none below {args.other}; use --lost")
+        raise ConfigError(f"--from: expected a state folder with a ledger, found none in {args.other}; use --lost")
     other = None if args.lost else open_ledger(args.other, FileSeal.from_key_file(args.other_key_file))
     ledger, witness = open_ledger(args.state_dir, FileSeal.from_key_file(site.key_file)), _witness(args.data, "")
     added = ledger.adopt(policies.load_policy(site).budget, witness, other)
@@ -94,7 +101,7 @@ def _recover(args: argparse.Namespace) -> int:
 
 def _witness(data: Path, given: str) -> FolderWitness:
     if not data.exists():
-        raise ConfigError(f"DATA: expected the site's data folder, found none at {data}; name it")
+        raise ConfigError(f"DATA: expected the site's data folder, found none at {data}; correct the path")
     try:
         witness = FolderWitness.open(data, given)
     except ConfigError:
@@ -102,6 +109,6 @@ def _witness(data: Path, given: str) -> FolderWitness:
     if witness is None or not (witness.is_writable or witness.is_absent):
         raise ConfigError(
             f"DATA: expected a data folder that this user can write, because it has the ledger's mark, found {data}, "
-            "which cannot be written; nothing was changed: run this where the folder can be written"
+            "which is not writable; nothing was changed: run this where the folder is writable"
         )
     return witness

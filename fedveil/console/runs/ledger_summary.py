@@ -1,4 +1,4 @@
-"""Summarize a state folder's privacy ledger: against each party, the limit over all runs and what is reserved of it."""
+"""Summarize a state folder's privacy ledger: for each party, the limit over all runs and how much is reserved."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class LedgerStanding:
     """A state folder's ledger.
 
     Attributes:
-        account: its account, under the policy's current max-epsilon.
-        parties: the account against each party; the server with all sites only if a run's noise was in a sum.
-        problem: why the site's policy does not fit the ledger; "" if it does.
-        poisson: true if the values assume Poisson sampling.
+        account: its account, with the policy's current max-epsilon.
+        parties: the account against each party; "the server with all sites" only if a run had noise in the sum.
+        problem: why the site's policy does not match the ledger; "" if it does.
+        poisson: whether the values assume Poisson sampling.
     """
 
     account: SiteAccount
@@ -50,17 +50,17 @@ class LedgerStanding:
 
     @property
     def left(self) -> float:
-        """Return the part of the limit that is not reserved; infinite without a limit."""
+        """Return the unreserved part of the limit; infinity without a limit."""
         return max(0.0, self.budget.epsilon - max(one.reserved or 0.0 for one in self.parties))
 
 
 def ledger_files(state_dir: Path) -> list[Path]:
-    """Return the ledger's file, and those of older versions."""
+    """Return the ledger file, and those from older versions."""
     return sorted((state_dir.expanduser() / LEDGER).glob("*.json"))
 
 
 def ledger_lines(state_dir: Path, policy: str = "", key_file: str = "") -> list[str]:
-    """Return the lines of `fedveil site status` on the ledger below the state folder; none if there is no ledger.
+    """Return the lines on the state folder's ledger for `fedveil site status`; [] if there is no ledger.
 
     Args:
         policy, key_file: needed if `fedveil site start` has not saved them, as in a container.
@@ -82,8 +82,8 @@ def ledger_standing(state_dir: Path, policy: str = "", key_file: str = "") -> Le
     problem, now = "", (budget.delta, budget.neighbours)
     if (account.own.delta, account.own.neighbours) != now:
         problem = (
-            f"the policy has delta {budget.delta:g} ({budget.neighbours.value}), for which this ledger was not made: "
-            "no run with a claim is permitted until it is set back"
+            f"the policy has delta {budget.delta:g} ({budget.neighbours.value}), for which this ledger was not made; "
+            "no run with a claim is permitted until it is changed back"
         )
     elif site.policy:
         account = replace(account, own=budget)
@@ -94,16 +94,16 @@ def ledger_standing(state_dir: Path, policy: str = "", key_file: str = "") -> Le
 
 
 def site_of_folder(state_dir: Path, policy: str = "", key_file: str = "") -> SiteConfig:
-    """Return the site that `fedveil site start` saved in the state folder, with the given policy or key file instead.
+    """Return the site that `fedveil site start` saved in the state folder, overridden by the given policy or key file.
 
-    The first by name, if several sites share the folder. Raises ConfigError, OSError, ValueError.
+    If several sites share the folder, it is the first by name. Raises ConfigError, OSError or ValueError.
     """
     notes = sorted(file.stem for file in state_dir.expanduser().glob("*.toml"))
     return read_site_note(state_dir, notes[0] if notes else "", policy, key_file)
 
 
 def standing_lines(standing: LedgerStanding) -> Iterator[str]:
-    """Yield what the ledger says, a sentence or two for each party."""
+    """Yield the ledger's contents: an overview, and a sentence or two for each party."""
     account, budget = standing.account, standing.budget
     if not account.entries:
         yield "nothing charged yet"
@@ -114,7 +114,7 @@ def standing_lines(standing: LedgerStanding) -> Iterator[str]:
         yield f"against {one.party}: {bound_of(one, budget)}. {if_planned(one, budget)}"
     if len(account.limits) > 1:
         limits = ", then ".join("none" if limit == math.inf else f"{limit:g}" for limit in account.limits)
-        yield f"max-epsilon was {limits}, at {delta}: each larger one was a new promise"
+        yield f"max-epsilon was {limits}, at {delta}: each larger limit was a new promise"
     if standing.problem:
         yield standing.problem
     if standing.poisson:
@@ -122,24 +122,24 @@ def standing_lines(standing: LedgerStanding) -> Iterator[str]:
 
 
 def bound_of(one: PartyStanding, budget: PrivacyBudget) -> str:
-    """Return what holds against a party over all runs, whatever was decided between them."""
+    """Return the guarantee against a party over all runs, regardless of what was decided between them."""
     if one.because:
-        return f"over all runs epsilon is infinite, because of run {sanitize(one.because, 100)}"
+        return f"over all runs, epsilon is infinite, because of run {sanitize(one.because, 100)}"
     if one.party not in LIMITED:
         return "no limit applies"
     if one.reserved is None:
         return "no limit over all runs: the policy sets no max-epsilon"
     limit = stated_guarantee(budget.epsilon, budget.delta, budget.neighbours)
     if math.isinf(one.reserved):
-        return f"no limit over all runs: one has no bound, or more than {MAX_RUNS} have a claim; no further run starts"
+        return f"no limit over all runs: one has no bound, or more than {MAX_RUNS} have a claim; no new run can start"
     if one.reserved > budget.epsilon * (1 + 1e-9):
-        return f"epsilon {one.reserved:.4g} is reserved, above {limit}, which was lowered since: no further run starts"
+        return f"epsilon {one.reserved:.4g} is reserved, above {limit}, which was lowered since; no new run can start"
     share = 100 * one.reserved / budget.epsilon if budget.epsilon else 0.0
-    return f"at most {limit} over all runs, whatever was decided between them; {share:.0f} % of it is reserved"
+    return f"at most {limit} over all runs, regardless of decisions between them; {share:.0f} % of it is reserved"
 
 
 def if_planned(one: PartyStanding, budget: PrivacyBudget) -> str:
-    """Return the composed figure of all charges with its condition. It is no claim."""
+    """Return the composition of all charges, with the condition under which it holds. It is not a claim."""
     figure = stated_guarantee(one.composed, budget.delta, budget.neighbours)
     rest = " for the runs with a claim" if one.because else ""
     return f"{figure} so far{rest}, if all runs had been planned together"

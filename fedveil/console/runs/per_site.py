@@ -1,4 +1,4 @@
-"""A run by site: how often the site took part, what it sent, and why it failed."""
+"""A run broken down by site: how often each site took part, what it sent, and why it failed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fedveil.records import disclosure_summary
 
 @dataclass(frozen=True)
 class HeldOutScore:
-    """A site's last score on its held-out examples: the loss and number of examples, or why there is none.
+    """A site's latest score on its held-out examples: the loss and the number of examples, or why there is none.
 
-    It scores the weights that the site received in `round`, 0-based: the model after the previous round.
+    It is for the weights that the site received in `round` (0-based), that is, the model after the previous round.
     """
 
     round: int
@@ -29,9 +29,9 @@ _MOST = 1e12  # largest value a site may report, so that sums stay finite
 
 @dataclass
 class SiteRecord:
-    """One site's part in a run. `failures` are (round, reason); losses are those of the last accepted upload.
+    """One site's part in a run. `failures` are (round, reason); losses come from the last accepted upload.
 
-    `unsigned`: number of accepted uploads that the site did not sign. `rows`: None if the site has reported none.
+    `unsigned`: number of accepted uploads that the site did not sign. `rows`: None if the site reported no counts.
     """
 
     name: str
@@ -50,7 +50,7 @@ class SiteRecord:
 
 
 def records_by_site(run: RunView) -> list[SiteRecord]:
-    """Return the record of every site of the run."""
+    """Return a record for every site in the run."""
     records = {name: SiteRecord(name) for name in run.sites}
     for attempt in run.attempts:
         for name in attempt.get("cohort", []):
@@ -78,7 +78,7 @@ def records_by_site(run: RunView) -> list[SiteRecord]:
 
 @dataclass(frozen=True)
 class LastRoundAttempt:
-    """The last attempt of a run, ended or not: `sites` are (site, state, reason).
+    """A run's last attempt, ended or not: `sites` are (site, state, reason).
 
     `round` and `attempt` count from 0. `over`: whether the attempt has ended.
     """
@@ -91,7 +91,7 @@ class LastRoundAttempt:
 
     @property
     def words(self) -> str:
-        """Name the attempt, counted from 1 for display."""
+        """Describe the attempt, with numbers counted from 1."""
         accepted = sum(state == ACCEPTED for _, state, _ in self.sites)
         progress = f"{accepted} of {len(self.sites)} sites accepted" if self.sites else "no site was contacted"
         now = " (done; the run continues)" if self.goes_on else "" if self.over else " (in progress)"
@@ -99,10 +99,10 @@ class LastRoundAttempt:
 
 
 def last_attempt(run: RunView) -> LastRoundAttempt | None:
-    """Return the last attempt, site by site, of a run that has not completed; None if there is none."""
+    """Return the last attempt, site by site, of a run that has not completed; otherwise None."""
     if run.status.get("state") == "completed":
         return None
-    if run.progress.get("phase") == "round":  # it has no line yet, or the server ended before writing one
+    if run.progress.get("phase") == "round":  # it has no line in metrics.jsonl yet, or the server ended first
         return _under_way(run)
     if not run.attempts:
         return None
@@ -137,10 +137,10 @@ def _goes_on(run: RunView) -> bool:
 
 
 def absent_since(run: RunView) -> dict[str, int]:
-    """Return the sites whose uploads the newest rounds lack, each with the first of these rounds, counted from 1.
+    """Return the sites missing from the latest rounds, each with the first round that it missed, counted from 1.
 
-    A round without a site that was not asked counts only if every connected site is asked (cohort.fraction = 1), which
-    tells a site that has gone from one that was not drawn.
+    If a round did not ask the site, it counts as missed only if rounds ask all connected sites (cohort.fraction = 1),
+    because otherwise the site may just not have been sampled.
     """
     rounds = [(int(attempt["round"]) + 1, attempt) for attempt in run.finished_rounds]
     all_asked = run.config.get("config", {}).get("cohort.fraction", 1.0) == 1.0
@@ -155,7 +155,7 @@ def absent_since(run: RunView) -> dict[str, int]:
 
 
 def sites_left(run: RunView) -> str:
-    """Describe how many sites the newest rounds had, such as "2 of 3 sites since round 2"; "" if all, or if unknown."""
+    """Describe how many sites the latest rounds had, such as "2 of 3 sites since round 2"; "" if all, or if unknown."""
     absent = absent_since(run)
     if not absent:
         return ""
@@ -163,7 +163,7 @@ def sites_left(run: RunView) -> str:
 
 
 def state_with_sites(run: RunView, state: str) -> str:
-    """Return a state with the sites that are left, such as "completed, 2 of 3 sites since round 2"."""
+    """Return a state with the number of remaining sites, such as "completed, 2 of 3 sites since round 2"."""
     left = sites_left(run) if state in ("completed", "running") else ""
     return f"{state}, {left}" if left else state
 
@@ -181,7 +181,7 @@ _BY_REASON = {
 
 
 def _state(reason: object) -> str:
-    """Derive a site's state from the first words of its failure reason (server_app/round_attempt.py)."""
+    """Derive a site's state from the prefix of its failure reason (server_app/round_attempt.py)."""
     words = str(reason)
     return next(
         (state for start, state in _BY_REASON.items() if words.startswith(start)), "failed" if words else "silent"
@@ -189,17 +189,17 @@ def _state(reason: object) -> str:
 
 
 def site_losses(run: RunView) -> list[tuple[int, float]]:
-    """Return (rounds done, loss) of the model that the sites received, on their training examples, not held-out ones.
+    """Return (rounds done, loss) for the model that the sites received, on their training (not held-out) examples.
 
     The loss is the mean over the sites that reported it, weighted by their number of examples. Reports are untrusted:
-    a value that is negative or not finite is ignored.
+    negative or non-finite values are ignored.
     """
     counted = ((a, describe_loss(a)) for a in run.attempts if a.get("weights") and not a.get("void"))
     return sorted({int(attempt["round"]): loss for attempt, loss in counted if loss is not None}.items())
 
 
 def describe_loss(attempt: Row) -> float | None:
-    """Return the mean loss that `site_losses` gives for one attempt; None if no site reported a loss."""
+    """Return the mean loss that `site_losses` gives for an attempt; None if no site reported a loss."""
     reports = (attempt.get("reports") or {}).values()
     pairs = [(_number(r.get("num_examples", 1)), _number(r.get("loss_received"))) for r in reports]
     known = [(weight, loss) for weight, loss in pairs if weight and loss is not None]
@@ -222,12 +222,12 @@ def _report(site: SiteRecord, report: dict[str, float]) -> None:
 
 
 def incomplete_rows(run: RunView) -> list[str]:
-    """Return a line for each site that has reported rows that were cut or left out."""
+    """Return a line for each site that reported truncated or dropped rows."""
     return [f"{s.name}: {s.rows.words}" for s in records_by_site(run) if s.rows is not None and not s.rows.is_whole]
 
 
 def held_out_scores(round_: int, report: Mapping[str, float]) -> HeldOutScore | None:
-    """Extract the held-out scores from a report; None if it has none."""
+    """Return the held-out score in a report, or None."""
     if held_out_report.LOSS in report:
         return HeldOutScore(round_, float(report[held_out_report.LOSS]), int(report.get(held_out_report.ROWS, 0)), "")
     if held_out_report.REFUSED in report:
@@ -238,7 +238,7 @@ def held_out_scores(round_: int, report: Mapping[str, float]) -> HeldOutScore | 
 
 
 def mean_scored(reports: Mapping[str, Mapping[str, float]]) -> tuple[float, int, int] | None:
-    """Return a round's mean held-out loss weighted by examples, all examples, and number of sites; None if unscored."""
+    """Return a round's mean held-out loss, weighted by examples; total examples; number of sites. None if unscored."""
     scores = [
         each
         for report in reports.values()
@@ -249,7 +249,7 @@ def mean_scored(reports: Mapping[str, Mapping[str, float]]) -> tuple[float, int,
 
 
 def failure_note(reports: Mapping[str, Mapping[str, float]]) -> str:
-    """Describe a round's mean held-out loss for its line; "" if there is none."""
+    """Describe a round's mean held-out loss for the round's output line; "" if there is none."""
     held_out_mean = mean_scored(reports)
     return (
         ""

@@ -1,4 +1,4 @@
-"""Bound a run's privacy cost to the records of each site: sentences from only the run folder."""
+"""Bound a run's privacy cost for each site's records, in sentences based only on the run folder."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fedveil.privacy.guarantee_source import guarantee_of, untimed
 from fedveil.privacy.guarantee_words import describe_claim, describe_guarantee
 from fedveil.privacy.server_side_bound import server_side_bound
 
-_SEEDED = "Not private: seeded noise (run.deterministic = true). Epsilon infinite."
+_SEEDED = "Not private: seeded noise (run.deterministic = true). Epsilon is infinite."
 
 
 def privacy_statements(run: RunView) -> list[str]:
-    """Bound this run's own privacy cost to each site's records, one sentence per site, from only the run folder."""
+    """Return sentences that bound this run's own privacy cost for each site's records, based only on the run folder."""
     if "method" not in run.config:
         return []
     try:
@@ -27,7 +27,7 @@ def privacy_statements(run: RunView) -> list[str]:
     except ConfigError as error:  # a run from another version; still show the rest of its report
         return [f"Unknown: this version cannot create the run's method ({error}). Treat epsilon as infinite."]
     if claim is None:
-        return ["The run makes no claim of differential privacy: epsilon infinite."]
+        return ["The run makes no claim of differential privacy: epsilon is infinite."]
     budget = claim.budget
     if config.run.deterministic:
         return [_SEEDED]
@@ -48,7 +48,7 @@ def privacy_statements(run: RunView) -> list[str]:
 
 
 def privacy_summary(run: RunView) -> str:
-    """Return the run's own privacy cost to the most charged site in one line; "" for a run without a claim."""
+    """Return the run's own privacy cost for the site with the highest cost, in one line; "" without a claim."""
     if "method" not in run.config:
         return ""
     try:
@@ -62,16 +62,16 @@ def privacy_summary(run: RunView) -> str:
     bounds = {site: server_side_bound(claim, config.train.batch_size, run.attempts, site) for site in run.sites}
     unknown = [site for site, bound in bounds.items() if isinstance(bound, str)]
     known = {site: bound for site, bound in bounds.items() if not isinstance(bound, str)}
-    not_known = f" Not known for {len(unknown)} of {len(bounds)} sites: {bounds[unknown[0]]}" if unknown else ""
+    not_known = f" Unknown for {len(unknown)} of {len(bounds)} sites: {bounds[unknown[0]]}" if unknown else ""
     if not known:
         return f"privacy: {describe_claim(claim, config)}.{_limit(run, claim)}{not_known}"
     most = max(known, key=lambda site: known[site].epsilon)
     words = describe_guarantee(claim, config, known[most].charges)
-    return f"privacy: this run cost an example of {most}, the most charged site, at most {words.sentence}.{not_known}"
+    return f"privacy: this run cost an example at {most}, the highest-cost site, at most {words.sentence}.{not_known}"
 
 
 def _claim(run: RunView) -> tuple[PrivacyGuarantee | None, RunConfig]:
-    """Return the run's guarantee and config. Raises ConfigError for a run of a different version."""
+    """Return the run's guarantee and config. Raises ConfigError for a run from a different version."""
     method = strategies.create_from_json(run.method, json.dumps(run.config["method"]["fields"]))
     config = parse(run.config["config"])
     return guarantee_of(method, config), config
@@ -81,15 +81,15 @@ def _limit(run: RunView, claim: PrivacyGuarantee) -> str:
     """Return a sentence on the limit that the sites' ledgers enforce."""
     budget = claim.budget
     if run.config.get("in_process"):
-        return " No ledger counted it: everything ran in one process."
+        return " No ledger counted it, because everything ran in one process."
     if math.isinf(budget.epsilon):
-        return " No limit was set: the sites' ledgers count charges and stop nothing."
+        return " No limit was set, so the sites' ledgers count charges but never stop a run."
     stated = stated_guarantee(budget.epsilon, budget.delta, budget.neighbours)
-    return f" No site's ledger lets this run cost an example more than {stated}; other runs on the example add to it."
+    return f" No site's ledger lets this run cost an example more than {stated}; other runs on an example add to it."
 
 
 def _of_site(run: RunView, site: str, claim: PrivacyGuarantee, config: RunConfig) -> str:
-    """Describe the run's privacy cost to the site's records."""
+    """Describe the run's privacy cost for the site's records."""
     bound = server_side_bound(claim, config.train.batch_size, run.attempts, site)
     if isinstance(bound, str):
         return bound

@@ -1,8 +1,8 @@
 """Show a run's progress from its run folder: a bar on a terminal, plain lines elsewhere.
 
-Within a round it shows which sites have answered, from progress.json (server_app/round_progress.py). A
-terminal updates on every change, other outputs once a minute. A malformed file is ignored: it shows nothing
-and stops nothing.
+Within a round, it shows which sites have answered, from progress.json (server_app/round_progress.py). A
+terminal is updated on every change, other outputs once a minute. A malformed progress file is ignored: nothing is
+shown, and nothing stops.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from fedveil.records.process_exit import group_by_reason
 from fedveil.sanitize import sanitize
 
 _NAMED = 3  # sites per line
-_LINE_SECONDS = 60.0  # seconds between two lines about a round without a terminal
+_LINE_SECONDS = 60.0  # seconds between lines about a round when there is no terminal
 
 
 @dataclass(frozen=True)
 class RoundCountdown:
-    """State of a round, in words that include a number of seconds: `before`, `seconds`, `after`.
+    """The state of a round as text around a number of seconds: `before`, `seconds`, `after`.
 
     Attributes:
-        seconds: "" if the words include none.
-        step: change per second: 1, or -1 for a countdown.
+        seconds: "" if the text includes none.
+        step: change per second; 1, or -1 for a countdown.
     """
 
     before: str = ""
@@ -47,7 +47,7 @@ class RoundCountdown:
 
 
 def round_underway(folder: Path, now: float | None = None) -> str:
-    """Describe the current round: "2 of 4 have answered, waiting for south (41 s of 600)"; "" if unknown.
+    """Describe the current round, as in "2 of 4 have answered, waiting for south (41 s of 600)"; "" if unknown.
 
     `now`: seconds since 1970.
     """
@@ -55,7 +55,7 @@ def round_underway(folder: Path, now: float | None = None) -> str:
 
 
 def countdown_words(folder: Path, now: float | None = None) -> RoundCountdown:
-    """Return the text of `round_underway` with its seconds separated."""
+    """Return the text of `round_underway`, with its seconds as a separate part."""
     try:
         progress, now = progress_of(folder), time.time() if now is None else now
         asked, done = int(progress["asked"]), int(progress["accepted"]) + int(progress["failed"])
@@ -75,7 +75,7 @@ def countdown_words(folder: Path, now: float | None = None) -> RoundCountdown:
         more = f" and {asked - done - len(waiting)} more" if asked - done > len(waiting) else ""
         words = f"{done} of {asked} have answered, waiting for {', '.join(waiting)}{more} ("
         return RoundCountdown(words, _whole(now - since), f" s of {deadline:.0f})")
-    except (ValueError, KeyError, TypeError, OverflowError):  # none yet, or another's
+    except (ValueError, KeyError, TypeError, OverflowError):  # no progress yet, or of an unknown form
         return RoundCountdown()
 
 
@@ -84,11 +84,11 @@ def _whole(seconds: float) -> str:
 
 
 def round_stage(status: Row, folder: Path | None = None) -> str:
-    """Describe the current round and its progress: "round 2 of 5; 2 of 4 have answered, ..."; or the run as a whole.
+    """Describe the current round and its progress, as in "round 2 of 5; 2 of 4 have answered, ...".
 
     Args:
-        status: status.json, with the last round that began, counted from 0, and -1 before the first.
-        folder: the run folder, which shows the round's progress; None = unknown.
+        status: status.json, with the last round that began (counted from 0; -1 before the first).
+        folder: the run folder, which has the round's progress; None if unknown.
     """
     if not status:
         return "no status written yet"
@@ -100,7 +100,7 @@ def round_stage(status: Row, folder: Path | None = None) -> str:
 
 
 def _awaited(said: Row, now: float) -> RoundCountdown:
-    """Describe what a round waits for before it contacts any site. Raises the errors that `round_underway` catches."""
+    """Describe what a round is waiting for before it contacts sites. Raises errors that `countdown_words` catches."""
     if "until" not in said:
         return RoundCountdown("waiting for sites")
     before = f"waiting for sites: {int(said['there'])} of {int(said['quorum'])} take part ("
@@ -115,7 +115,7 @@ def _awaited(said: Row, now: float) -> RoundCountdown:
 
 
 class _Bar(Progress):
-    """Progress bar with the note below it, where it can wrap; next to the bar, 80 columns leave too little room."""
+    """Progress bar with a note below it, where it can wrap: with 80 columns, there is too little room next to it."""
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield self.make_tasks_table(self.tasks)
@@ -123,9 +123,9 @@ class _Bar(Progress):
 
 
 class RunProgress(AbstractContextManager["RunProgress"]):
-    """Follows metrics.jsonl of one run; call `tick` regularly.
+    """Follows a run's metrics.jsonl; call `tick` regularly.
 
-    `steps`: returns lines on the sites' training, for a federation whose sites are on this machine.
+    `steps`: returns lines about training at the sites, for a federation whose sites run on this machine.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class RunProgress(AbstractContextManager["RunProgress"]):
         self._bar.stop()
 
     def tick(self, status: dict[str, Any]) -> None:
-        """Show new progress; `status` is the run's status.json."""
+        """Show new progress, given the run's status.json as `status`."""
         if not status:
             return
         rows, self._read = new_lines(self._file, self._read)
@@ -196,7 +196,7 @@ class RunProgress(AbstractContextManager["RunProgress"]):
             note = f"before round 1: {note}"
         else:
             cohort = row["cohort"]
-            accepted = f"{len(row['accepted'])} of {len(cohort)} sites" if cohort else "no site asked to train"
+            accepted = f"{len(row['accepted'])} of {len(cohort)} sites" if cohort else "no site was asked to train"
             accepted += "" if row.get("weights") else ", too few"
             failed = {sanitize(site, 80): sanitize(why) for site, why in row["failed"].items()}
             failures = "".join(f"; {words}" for words in group_by_reason(failed))
@@ -210,7 +210,7 @@ class RunProgress(AbstractContextManager["RunProgress"]):
         self._tell(done, note, row["round"] + 1)
 
     def _tell(self, done: int, note: str, number: int | None = None) -> None:
-        """Print a note. `done`: rounds finished, for the bar; `number`: the round that the note is about, from 1."""
+        """Print a note. `done`: rounds finished, for the bar; `number`: the note's round, counted from 1."""
         self._note = note
         self._bar.update(self._task, completed=done, note=note)
         if not self._console.is_terminal:
@@ -222,7 +222,7 @@ class RunProgress(AbstractContextManager["RunProgress"]):
 
 
 def _loss_of(attempt: Row) -> float | None:
-    """Return the server model's loss after an attempt, None if it was not scored."""
+    """Return the server model's loss after an attempt, or None if it was not scored."""
     scores = attempt.get("scores") or {}
     view: Row = scores.get("server") or next(iter(scores.values()), {})
     loss = view.get("loss")

@@ -1,8 +1,8 @@
 """Re-encrypt a site's files: from plaintext to a key, from one key to another, or back.
 
-A site with a key file refuses plaintext files. Otherwise anyone with write access to its disk could replace
-an encrypted file. Re-encryption is therefore a separate command and does not happen at the next write.
-After an interruption, run it again: files already encrypted with the new key are verified and left
+A site with a key file refuses plaintext files, because otherwise anyone with write access to its disk could replace
+an encrypted file. So re-encryption is a separate command and does not happen at the next write.
+After an interruption, run it again: files that are already encrypted with the new key are verified and left
 unchanged.
 """
 
@@ -32,15 +32,15 @@ def require_key(state_dir: Path, seal: FileSeal) -> None:
     for file, role in (pair for files in roles for pair in files.items()):
         with contextlib.suppress(FileNotFoundError):
             if (read_seal_header(file).key if is_sealed(file) else "") != seal.id:
-                seal.read(file, role)  # raises, and says why
+                seal.read(file, role)  # raises an error with the reason
 
 
 def re_encrypt_files(state_dir: Path, old: FileSeal, new: FileSeal) -> list[Path]:
-    """Re-encrypt all of a site's files under the new seal. Returns the files that were written.
+    """Re-encrypt all of a site's files with the new seal. Returns the files that were written.
 
     Raises:
         ConfigError: a worker or a client round is running.
-        StateError: a file is neither in the clear nor sealed under one of the two keys, or was changed.
+        StateError: a file is neither unencrypted nor encrypted with one of the two keys, or has been changed.
     """
     if running := [worker for worker in list_workers(state_dir) if worker.card.owner.runs()]:
         raise ConfigError(
@@ -56,7 +56,7 @@ def re_encrypt_files(state_dir: Path, old: FileSeal, new: FileSeal) -> list[Path
     if new.id:
         dataset_cache.remove_cached(
             state_dir, dataset_cache.list_cached_datasets(state_dir)
-        )  # unencrypted examples; a site with a key keeps none
+        )  # these are unencrypted examples, which a site with a key does not keep
     audit_log.append_entry(
         state_dir.expanduser() / audit_log.NAME,
         "sealed" if new.id else "unsealed",
@@ -97,5 +97,5 @@ def _resealed(file: Path, role: str, old: FileSeal, new: FileSeal) -> bool:
     about = file.stat()
     content = (old if key_id else FileSeal()).read(file, role)
     write_atomic(file, new.closed([content], role))
-    os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))  # `fedveil site purge` uses it as the age
+    os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))  # `fedveil site purge` computes the age from it
     return True

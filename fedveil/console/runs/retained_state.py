@@ -1,18 +1,18 @@
 """List and purge the runs that a site stores in its state folder.
 
-A run is purged if it is requested by name or by age and nothing prevents it:
+A run is purged if it is selected by name or by age and nothing prevents it:
 
 | case | result |
 |---|---|
-| a client round of it is running, or a worker holds it | stays |
-| its last round was served | may be purged at once |
-| it ended earlier, or continues: a site cannot know | may be purged a day after its last client round |
-| the count of its served rounds is damaged | stays: a server could request its rounds again |
-| it has continued since it was listed | stays |
+| a client round of the run is in progress, or a worker holds the run | it stays |
+| its last round was served | it may be purged immediately |
+| it ended earlier, or continues (a site cannot know) | it may be purged a day after its last client round |
+| its count of served rounds is damaged | it stays, because a server could request its rounds again |
+| it has continued since it was listed | it stays |
 
-Purging removes everything in the run's folder except the count of its rounds. The count then records that
-the run was purged, and the site serves no further round of it. The privacy ledger, the audit log, the data
-set ids and the withdrawn units are never touched. In addition to runs, leftovers of interrupted writes
+Purging removes everything in the run's folder except its round count. The count then records that
+the run was purged, and the site serves no further rounds of it. The privacy ledger, the audit log, the data
+set IDs and the withdrawn units are never touched. Besides runs, leftovers of interrupted writes
 (`.part`) are removed by age.
 """
 
@@ -35,7 +35,7 @@ from fedveil.records import audit_log
 from fedveil.sanitize import sanitize
 
 DAY = 86_400.0
-_WRITING = 3600.0  # seconds after which no process still writes a .part
+_WRITING = 3600.0  # seconds after which no process is still writing a .part file
 _MARKS = frozenset({"secret", "served.json", SECURE})  # a run's folder has one of these
 _STAYS = frozenset({"served.json", "served.lock", "turn.lock"})
 
@@ -45,9 +45,9 @@ class RetainedRunState:
     """One site's folder for one run.
 
     Attributes:
-        bytes: size of what a purge would remove.
+        bytes: number of bytes that a purge would free.
         last: when something in it last changed, in seconds since the epoch.
-        why: why it may not be purged; "" if it may.
+        why: the reason why it may not be purged, or "".
     """
 
     run: str
@@ -64,14 +64,14 @@ class RetainedRunState:
 
 
 def list_retained(state_dir: Path) -> list[RetainedRunState]:
-    """Return every run of every site below a state folder, by run and site."""
+    """Return all runs of all sites in a state folder, sorted by run and site."""
     workers = list_workers(state_dir)
     runs = [_seen(folder, workers) for folder in run_folders(state_dir)]
     return [run if _free(run.folder) else replace(run, why="a client round is in progress") for run in runs]
 
 
 def run_folders(state_dir: Path) -> Iterator[Path]:
-    """Yield the run folders below a state folder, one per run and site."""
+    """Yield the run folders in a state folder, one per run and site."""
     for folder in sorted(state_dir.expanduser().glob("[!.]*/*")):
         links = folder.is_symlink() or folder.parent.is_symlink()
         if folder.parent.name not in NOT_RUNS and not links and any((folder / mark).is_file() for mark in _MARKS):
@@ -79,7 +79,7 @@ def run_folders(state_dir: Path) -> Iterator[Path]:
 
 
 def list_leftovers(state_dir: Path, days: float) -> list[Path]:
-    """List leftovers of interrupted writes that have at least that age."""
+    """List leftovers of interrupted writes that are at least `days` days old."""
     before, state = time.time() - max(days * DAY, _WRITING), state_dir.expanduser()
     folders = [state, state / ".ledger", state / ".withdrawn", *(state / "workers").glob("*"), *run_folders(state_dir)]
     part_files = [(path, path.lstat()) for folder in folders for path in folder.glob(".*.part")]
@@ -87,10 +87,10 @@ def list_leftovers(state_dir: Path, days: float) -> list[Path]:
 
 
 def purge_state(state_dir: Path, runs: Iterable[RetainedRunState], parts: Iterable[Path]) -> list[RetainedRunState]:
-    """Remove runs and leftovers, after noting each in the site's audit log. Returns the runs that stayed.
+    """Remove runs and leftovers after recording each in the site's audit log. Returns the runs that stayed.
 
     Raises:
-        StateError: the audit log cannot be written; what was not noted is kept.
+        StateError: the audit log cannot be written; whatever is not yet recorded is kept.
     """
     log, stayed = state_dir.expanduser() / audit_log.NAME, []
     for run in runs:
@@ -110,7 +110,7 @@ def purge_state(state_dir: Path, runs: Iterable[RetainedRunState], parts: Iterab
 
 
 def offer_purge(state_dir: Path, names: Sequence[str], older_than: float | None, agreed: Callable[[], bool]) -> int:
-    """List what a purge would remove, and remove it if `agreed`. Returns the exit code. Raises ConfigError."""
+    """List what a purge would remove, and remove it if `agreed` returns True. Returns the exit code."""
     if not names and older_than is None:
         raise ConfigError("--older-than: expected a number of days, or --run NAME, found neither; set one of them")
     if older_than is not None and not older_than >= 0:
@@ -118,7 +118,7 @@ def offer_purge(state_dir: Path, names: Sequence[str], older_than: float | None,
     there, days = list_retained(state_dir), older_than or 0.0
     if unknown := set(names) - {run.run for run in there}:
         raise ConfigError(
-            f"--run: expected a run below {state_dir}, found {min(unknown)!r}; fedveil site status lists them"
+            f"--run: expected a run in {state_dir}, found {min(unknown)!r}; fedveil site status lists them"
         )
     chosen = [run for run in there if (run.run in names if names else run.bytes > 0)]
     chosen = [run for run in chosen if older_than is None or run.days >= older_than]
@@ -131,7 +131,7 @@ def offer_purge(state_dir: Path, names: Sequence[str], older_than: float | None,
     for part in parts:
         print(f"goes  {sanitize(part)}, {part.stat().st_size:,} bytes, left by an interrupted write")
     for of in sets:
-        print(f"goes  prepared examples of {sanitize(of.data_set)}, {of.bytes:,} bytes, prepared again when needed")
+        print(f"goes  prepared examples of {sanitize(of.data_set)}, {of.bytes:,} bytes, rebuilt when needed")
     if not goes and not parts and not sets:
         print("nothing to remove")
         return 0

@@ -1,4 +1,4 @@
-"""Follow a run to its end: show its rounds, then its outcome, scores, model and the next command."""
+"""Follow a run until it ends: show its rounds, then its outcome, scores, model and the next command."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from fedveil.errors import FedVeilError
 from fedveil.sanitize import sanitize
 
 _POLL_SECONDS = 0.5
-_ASK_SECONDS = 10.0  # seconds; a query to Flower costs a CPU-second
-_GRACE_SECONDS = 15.0  # seconds of silence to allow: a stopping server notes the end of its runs meanwhile
-_SILENT_SECONDS = 300.0  # wait this long for a server that has answered before: it may be restarted
-_REASON_CHARACTERS = 2000  # it ends with the command that resumes the run
+_ASK_SECONDS = 10.0  # seconds; a query to Flower costs a CPU second
+_GRACE_SECONDS = 15.0  # seconds of silence to allow, in which a stopping server records the end of its runs
+_SILENT_SECONDS = 300.0  # wait this long for a server that has answered before, because it may be restarting
+_REASON_CHARACTERS = 2000  # the reason ends with the command that resumes the run
 _OURS = "fedveil.errors."
 _BY_FOLDER = {"completed": 0, "failed": 1, "stopped": 3}  # by status.json
 _BY_FLOWER = {"finished:completed": 0, "finished:failed": 1, "finished:stopped": 3}
@@ -38,11 +38,11 @@ class RunFollower:
     """Follows one run.
 
     Attributes:
-        number: Flower's run number; "" if unknown, or if Flower is not asked.
-        places: candidate run folders; the first that belongs to this run is used once it exists.
-        flower: client that queries Flower for the run's state; None means that only the folder shows it.
+        number: Flower's run ID; "" if unknown, or if Flower is not queried.
+        places: candidate run folders; the first one that belongs to this run is used once it exists.
+        flower: client that queries Flower for the run's state; None to use only the folder.
         folder: the run folder that was found.
-        below: folders of runs that are also searched for a run with this number.
+        below: folders of runs that are also searched for a run with this ID.
     """
 
     console: Console
@@ -58,7 +58,7 @@ class RunFollower:
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def to_its_end(self, timeout: float) -> int:
-        """Print until the run has ended; return the exit code from `until_ended`. `timeout`: seconds; 0 = none."""
+        """Print progress until the run ends; return the exit code from `until_ended`. `timeout`: seconds; 0 = none."""
         try:
             with self._stack:
                 code, word = until_ended(self._read, self._ask, timeout, self._log, where=self._where)
@@ -80,27 +80,25 @@ class RunFollower:
 
     def _where(self, status: dict[str, Any]) -> str:
         if self.folder is None:
-            return (
-                f"Flower reports {sanitize(self._said or 'nothing', 40)}, and no run folder of this run was found here"
-            )
+            return f"Flower reports {sanitize(self._said or 'nothing', 40)}, and no folder of this run was found here"
         return round_stage(status, self.folder)
 
     def _filled(self, word: str) -> str:
-        """Insert the federation's folder into the command that resumes the run, as the ServerApp cannot know it."""
+        """Insert the federation's folder, which the ServerApp cannot know, into the command that resumes the run."""
         home = self.flower.home if self.flower is not None else Path()
         return wait_for_sites(word, home.parents[1]) if home.parts[-2:] == ("server", "flower") else word
 
     def by_hand(self) -> str:
-        """Return how to follow and to stop the run from now on, without querying Flower."""
+        """Return the commands to follow and to stop the run from now on, without querying Flower."""
         what, number = str(self.folder.absolute()) if self.folder else self.number, self._number() or "NUMBER"
         options = f" {self.flower.options()}" if self.flower is not None else ""
-        stop = f"FLWR_HOME=PILOT/server/flower flwr stop {number}"  # PILOT: what fedveil provision made
+        stop = f"FLWR_HOME=PILOT/server/flower flwr stop {number}"  # PILOT: the folder made by fedveil provision
         if self.flower is not None:
             stop = self.flower.by_hand("stop", number)
         return f"follow it with: fedveil watch {shlex.quote(what)}{options}; stop it with: {stop}"
 
     def _read(self) -> dict[str, Any]:
-        """Return its status.json; {} until it has one, or if the run folder is on another machine."""
+        """Return the run's status.json; {} until there is one, or if the run folder is on another machine."""
         if self.folder is None:
             self.folder = next((place for place in [*self.places, *self._below()] if self._is_ours(place)), None)
             if self.folder is None:
@@ -135,13 +133,13 @@ class RunFollower:
         if self._silence_said:
             self.console.print("the server answers again")
         self._silent_since, self._silence_said = None, False
-        if status != self._said and self.folder is None:  # otherwise its folder says more
+        if status != self._said and self.folder is None:  # otherwise its folder is more informative
             self.console.print(f"run {number}: {sanitize(status, 40)}", soft_wrap=True)
         self._said = status
         return status
 
     def _is_waited_for(self) -> bool:
-        """Return whether to retry an unresponsive server: one that has answered before, and recently."""
+        """Return whether to retry an unresponsive server, which is so if it answered before and recently."""
         now = time.monotonic()
         if self._said and self._silent_since is None:
             self._silent_since = now
@@ -156,7 +154,7 @@ class RunFollower:
             return self.number
         with file.open("rb") as noted:
             raw_number = noted.read(40).strip()
-        return raw_number.decode() if raw_number.isdigit() else ""  # it goes into a command that users type
+        return raw_number.decode() if raw_number.isdigit() else ""  # it becomes part of a command that users run
 
     def _log(self) -> str:
         """Return the output of the run's ServerApp; "" if it is not available."""
@@ -171,12 +169,12 @@ class RunFollower:
 
 
 def wait_for_sites(word: str, federation: Path) -> str:
-    """Insert a federation's folder into text that names one of its commands."""
+    """Insert a federation's folder into text with a command for that federation."""
     return word.replace("--federation FOLDER ", f"--federation {shlex.quote(str(federation))} ")
 
 
 def closing_lines(folder: Path) -> list[str]:
-    """Return the lines shown after a run: rounds, scores, model, and the next command."""
+    """Return the lines to show after a run: rounds, scores, model, and the next command."""
     try:
         run = load_run(folder)
     except FedVeilError as error:
@@ -184,7 +182,7 @@ def closing_lines(folder: Path) -> list[str]:
     scores = ", ".join(f"{sanitize(name, 40)} {value:.4f}" for name, value in sorted(run.final.items()))
     rounds = sanitize(run.status.get("rounds", "?"), 20)
     if not scores and (losses := per_site.site_losses(run)):
-        scores = f"none by the server; loss at the sites, on their training examples: {losses[-1][1]:.4f}"
+        scores = f"none from the server; loss at the sites, on their training examples: {losses[-1][1]:.4f}"
     lines = [f"rounds: {run.rounds_done} of {rounds}" + (f"; last scores: {scores}" if scores else "")]
     lines += [f"sites: {left}" for left in [per_site.sites_left(run)] if left]
     lines += [sanitize(words, 200) for words in (run.of_round, summary.is_unchanged(run)) if words]
@@ -209,13 +207,13 @@ def until_ended(
     sleep: Callable[[float], None] = time.sleep,
     where: Callable[[dict[str, Any]], str] = round_stage,
 ) -> tuple[int, str]:
-    """Wait for the end; return the exit code (0 completed, 1 failed, 3 stopped, 4 still running) and the reason.
+    """Wait for the run to end; return an exit code (0 completed, 1 failed, 3 stopped, 4 still running) and the reason.
 
     Args:
-        read: returns status.json, {} if there is none.
-        ask: returns Flower's status of the run, "" if Flower cannot be queried.
+        read: returns status.json, or {} if there is none.
+        ask: returns Flower's status for the run, or "" if Flower cannot be queried.
         timeout: seconds; 0 = none.
-        log: returns the run's output, "" if it is not available.
+        log: returns the run's output, or "" if it is not available.
         where: describes current progress, from status.json.
     """
     started, asked = clock(), clock() - _ASK_SECONDS
@@ -247,12 +245,12 @@ def until_ended(
 
 
 def _by_flower(said: str, log: Callable[[], str]) -> str:
-    """Describe a run's state as reported by Flower, with the cause that the run printed."""
+    """Describe a run's state as reported by Flower, with the cause printed by the run."""
     state = sanitize(said.partition(":")[2], 40)
     error_line = "" if said in ("finished:completed", "finished:stopped") else named_error(log())
     cause = (
         error_line.partition(": ")[2] if error_line.startswith(_OURS) else error_line
-    )  # the message is for users, the class is not
+    )  # the message is for users, but the class is not
     return f"{state}: {sanitize(cause, _REASON_CHARACTERS)}" if cause else f"{state}, as reported by Flower"
 
 

@@ -1,4 +1,4 @@
-"""Read a run folder, as server_app/run_folder.py writes it: config, progress, results and disclosures of a run."""
+"""Read a run folder as written by server_app/run_folder.py: a run's config, progress, results and disclosures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedveil.sanitize import sanitize
 
 Row = dict[str, Any]
 _CONFIG_BYTES, _PROGRESS_BYTES = 1 << 20, 1 << 16
-_MARKS = ("status.json", "config.json")  # every run folder has one of them
+_MARKS = ("status.json", "config.json")  # every run folder has one of these
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class RunView:
     """One run, finished or not.
 
     Attributes:
-        folder: its folder; the last part is the run's name.
+        folder: its folder, named after the run.
         config: config.json; {} if the run failed before it had a valid config.
         status: status.json; its state is "died" if the file says "running" but the process has ended, and "stopped" if
             it failed because it was asked to stop.
-        attempts: the attempts at a round in metrics.jsonl, in order. Those with "void" did not enter the model, because
-            the run was resumed from before them; their messages were sent nevertheless.
+        attempts: the round attempts in metrics.jsonl, in order. Those with "void" did not enter the model, because
+            the run was resumed from an earlier point; their messages were sent nevertheless.
         before: scores of the initial model, by view; {} if there are none.
         messages: the result of `fedveil.records.disclosure_ledger.read_messages`.
         resumes: the lines of resumes.jsonl.
@@ -53,12 +53,12 @@ class RunView:
 
     @property
     def method(self) -> str:
-        """Return the method's name, "?" if the run had no valid config."""
+        """Return the method's name, or "?" if the run had no valid config."""
         return str(self.config.get("method", {}).get("name", "?"))
 
     @property
     def adapter_weights(self) -> str:
-        """Return the adapter with its weights, such as "lora, 65.5 k of 1.4 M weights"; "" if they are unknown."""
+        """Return the adapter and its size, such as "lora, 65.5 k of 1.4 M weights"; "" if unknown."""
         content = self.config.get("adapter")
         if not isinstance(content, dict):
             return ""
@@ -75,12 +75,12 @@ class RunView:
 
     @property
     def finished_rounds(self) -> list[Row]:
-        """Return the attempt of each round that is in the model, in the order of the rounds."""
+        """Return, for each finished round, the attempt that entered the model, in order."""
         return [self._by_round[round_] for round_ in sorted(self._by_round)]
 
     @property
     def seconds(self) -> float:
-        """Return the wall time of all attempts in seconds, without evaluation on the server."""
+        """Return the total wall time of all attempts in seconds, excluding evaluation on the server."""
         return float(sum(attempt.get("seconds", 0.0) for attempt in self.attempts))
 
     @property
@@ -94,19 +94,19 @@ class RunView:
         return self._bytes("down", "download_bytes")
 
     def unlisted(self, direction: str) -> int:
-        """Return the bytes that the ledger does not list field by field: refused uploads, keys and shares."""
+        """Return the bytes that the ledger does not list by field: refused uploads, keys and shares."""
         listed = sum(int(message["bytes"]) for message in self.messages if message["direction"] == direction)
         return (self.upload_bytes if direction == "up" else self.download_bytes) - listed
 
     @cached_property
     def view(self) -> str:
-        """Return the view whose scores are shown: the server's model if it is scored."""
+        """Return the view whose scores are shown: the server's model, if it is scored."""
         views = [view for row in [{"scores": self.before}, *self.attempts] for view in row.get("scores") or {}]
         return "server" if "server" in views or not views else views[0]
 
     @cached_property
     def final(self) -> dict[str, float]:
-        """Return each metric's last value; if a score selected the model, that model's values."""
+        """Return each metric's last value or, if a score selected the model, that model's value."""
         final_entry = self._said("final")
         last, scores = final_entry.get("round"), dict[str, float]()
         for attempt in self._valid:
@@ -117,21 +117,21 @@ class RunView:
 
     @property
     def of_round(self) -> str:
-        """Describe which round the model comes from and which was best; "" if no score selects the model."""
+        """Say which round the model comes from and which round was best; "" if no score selects the model."""
         best = self._said("best")
         if not best:
             return ""
         split = " on the validation split" if best.get("split") == "validation" else ", which the test split chose"
-        split = split if "split" in best else ""  # a run of an earlier version does not say
+        split = split if "split" in best else ""  # runs from earlier versions do not have it
         number, value = int(best["round"]) + 1, f"{best['metric']} {float(best['value']):.6g}{split}"
         if best.get("kept"):
             was = "is" if self._said("final") else "is so far"
-            return f"the model {was} that of round {number}, with the best {value}"
-        return f"the best {value} was after round {number}; the model is that of the last round"
+            return f"the model {was} the one from round {number}, with the best {value}"
+        return f"the best {value} was after round {number}; the model is from the last round"
 
     @property
     def reading(self) -> list[str]:
-        """Return the notes on how the server read its own data, such as conversions and files that it does not read."""
+        """Return notes on how the server read its own data, such as conversions and files that it does not read."""
         notes = self.status.get("reading")
         return [str(note) for note in notes] if isinstance(notes, list) else []
 
@@ -140,14 +140,14 @@ class RunView:
         return value if isinstance(value, dict) else {}
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
-        """Return (rounds finished, value) of a metric, starting with the initial model (0 rounds)."""
+        """Return (rounds finished, value) for a metric, starting with the initial model (0 rounds)."""
         start = [(0, self.before[self.view][metric])] if metric in self.before.get(self.view, {}) else []
         rows = ((r, (row.get("scores") or {}).get(self.view, {}).get(metric)) for r, row in self._by_round.items())
         return start + [(round_ + 1, value) for round_, value in rows if value is not None]
 
     @cached_property
     def uploaded(self) -> list[tuple[int, int]]:
-        """Return (rounds finished, bytes uploaded so far), including refused uploads and failed and repeated rounds."""
+        """Return (rounds finished, bytes uploaded so far), including refused uploads, failed and repeated rounds."""
         total, points = 0, {0: 0}
         for attempt in self.attempts:
             total += int(attempt.get("upload_bytes", 0))
@@ -157,14 +157,14 @@ class RunView:
 
     @cached_property
     def sites(self) -> list[str]:
-        """Return every site that was asked to take part or to send its keys."""
+        """Return all sites that were asked to take part or to send their keys."""
         keys = ("cohort", "failed", "unlisted")
         asked = {site for attempt in self.attempts for key in keys for site in attempt.get(key) or []}
         return sorted(asked | {str(message["site"]) for message in self.messages})
 
     @property
     def unseen(self) -> list[Row]:
-        """Return the attempts of secure aggregation, whose uploads were masked."""
+        """Return the secure-aggregation attempts, whose uploads were masked."""
         return [attempt for attempt in self.attempts if attempt.get("unseen")]
 
     @property
@@ -181,7 +181,7 @@ class RunView:
             listed[message["round"], message["attempt"]] += (message["direction"] == direction) * int(message["bytes"])
         for attempt in self.attempts:
             recorded[int(attempt["round"]), int(attempt.get("attempt", 0))] += int(attempt.get(total, 0))
-        return (listed | recorded).total()  # the larger for each attempt: one in progress has no line yet
+        return (listed | recorded).total()  # the larger of the two, because a current attempt has no line yet
 
 
 def _short_count(count: int) -> str:
@@ -192,7 +192,7 @@ def _short_count(count: int) -> str:
 
 
 def load_run(folder: Path) -> RunView:
-    """Load the run in `folder`. Raises StateError if there is none, or if a file cannot be read."""
+    """Load the run in `folder`. Raises StateError if there is none or a file cannot be read."""
     status = status_of(folder)
     rows = [_checked(row, folder / "metrics.jsonl") for row in json_lines(folder / "metrics.jsonl")]
     return RunView(
@@ -208,7 +208,7 @@ def load_run(folder: Path) -> RunView:
 
 
 def progress_of(folder: Path) -> Row:
-    """Read the state of the current round (server_app/round_progress.py); {} if the file is malformed."""
+    """Read the current round's state (server_app/round_progress.py); {} if the file is missing or malformed."""
     try:
         with (folder / "progress.json").open("rb") as file:
             progress = json.loads(file.read(_PROGRESS_BYTES))
@@ -218,7 +218,7 @@ def progress_of(folder: Path) -> Row:
 
 
 def config_of(folder: Path) -> Row:
-    """Return the config of the run in `folder`, unparsed: {"train.batch-size": 16, ...}.
+    """Return the unparsed config of the run in `folder`, such as {"train.batch-size": 16, ...}.
 
     Raises:
         StateError: there is none, or it cannot be read.
@@ -227,7 +227,7 @@ def config_of(folder: Path) -> Row:
     _require_run(folder)
     if not file.is_file():
         raise StateError(
-            f"run folder {folder}: expected config.json of a run that has started, found none; name another run"
+            f"run folder {folder}: expected the config.json of a run that has started, found none; name another run"
         )
     if (size := file.stat().st_size) > _CONFIG_BYTES:
         raise StateError(f"{file}: expected at most {_CONFIG_BYTES} bytes, found {size}; name another run")
@@ -238,7 +238,7 @@ def config_of(folder: Path) -> Row:
 
 
 def status_of(folder: Path) -> Row:
-    """Read the run's status in `folder` from its small files only. Raises the same errors as `load_run`."""
+    """Read the status of the run in `folder`, using only its small files. Raises the same errors as `load_run`."""
     _require_run(folder)
     status = _json(folder / "status.json")
     if status.get("state") == "running" and process_exit.is_dead(folder):
@@ -256,16 +256,16 @@ def status_of(folder: Path) -> Row:
 
 def _require_run(folder: Path) -> None:
     if not any((folder / name).is_file() for name in _MARKS):
-        raise StateError(f"run folder {folder}: expected status.json or config.json of a run, found {_instead(folder)}")
+        raise StateError(f"run folder {folder}: expected a run's status.json or config.json, found {_instead(folder)}")
 
 
 def _instead(folder: Path) -> str:
-    """Describe what is in the folder instead of a run, and the next step."""
+    """Describe the folder's contents when it is not a run folder, and the next step."""
     if not folder.is_dir():
-        return "no such folder; fedveil status lists the runs below a folder"
+        return "no such folder; fedveil status lists the runs in a folder"
     files = itertools.islice((file for name in _MARKS for file in folder.glob(f"*/{name}")), 8)
     inside = ", ".join(sorted({sanitize(folder / file.parent.name, 200) for file in files}))
-    return f"runs below it; name one: {inside}" if inside else "neither; name another folder"
+    return f"runs inside it; name one: {inside}" if inside else "neither; name another folder"
 
 
 def _attempts(rows: list[Row]) -> list[Row]:
@@ -279,7 +279,7 @@ def _attempts(rows: list[Row]) -> list[Row]:
 
 
 def json_lines(file: Path) -> list[Row]:
-    """Return the complete lines of a JSON-lines file; [] if there is none. A line still being written is omitted."""
+    """Return the complete lines of a JSON Lines file; [] if there is none. A partly written line is omitted."""
     text = ""
     with suppress(FileNotFoundError):
         text = _read(file)
@@ -291,9 +291,9 @@ def json_lines(file: Path) -> list[Row]:
 
 
 def new_lines(file: Path, start: int) -> tuple[list[Row], int]:
-    """Return the complete lines of a JSON-lines file from byte `start` on, and the offset after them.
+    """Return the complete lines of a JSON Lines file from byte `start` on, and the offset after them.
 
-    A file that has become shorter, because a torn line was removed, is read from its end on.
+    A file that has become shorter, because a torn line was removed, is read from its current end.
     """
     if not file.is_file():
         return [], start

@@ -1,4 +1,4 @@
-"""Generate sample texts on test examples before and after training; saved in the run folder as samples.json."""
+"""Generate sample texts for test examples before and after training, saved in the run folder as samples.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COUNT, _MOST_BYTES, _MOST_CHARACTERS = 3, 1 << 20, 600
 
 @dataclass(frozen=True)
 class SampleText:
-    """A test example's prompt, the texts from the first and the last model, and the example's own text."""
+    """A test example's prompt, the texts from the initial and the final model, and the example's own text."""
 
     prompt: str
     before: str
@@ -27,17 +27,17 @@ class SampleText:
 
 
 def write_samples(run: Path, device: str = "cpu") -> None:
-    """Write the samples of a finished run; nothing if the server has no test examples or the task generates no texts.
+    """Write a finished run's samples, unless the server has no test examples or the task generates no texts.
 
     Raises:
-        StateError, ConfigError, TaskError: like `load_final_model` and its task.
+        StateError, ConfigError, TaskError: as for `load_final_model` and its task.
     """
     model = final_model.load_final_model(run, max_new_tokens=40)
     config = model.config
     task, weights = model.task(device)
     if not isinstance(task, TextGeneration) or not config.task.evaluation:
         return
-    by_prompt = dict[Source, str]()  # several examples may share a prompt: take the first
+    by_prompt = dict[Source, str]()  # if several examples share a prompt, take the first
     for row in task.examples(Path(config.task.evaluation), "test"):
         by_prompt.setdefault(*task.read_texts(row))
     prompts = list(by_prompt)[:_COUNT]
@@ -51,7 +51,7 @@ def write_samples(run: Path, device: str = "cpu") -> None:
 
 
 def read_samples(run: Path) -> list[SampleText]:
-    """Return the samples of the run in that folder, each text truncated; [] if there are none.
+    """Return the samples in the run folder, with each text truncated; [] if there are none.
 
     Raises:
         StateError: the file was not written by `write_samples`.

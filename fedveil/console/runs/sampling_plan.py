@@ -1,4 +1,4 @@
-"""The sampling plan that a run config gives for a site, before the run."""
+"""The sampling plan that a run config implies for a site, before the run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fedveil.training.per_example import count_steps
 def plan_sampling(
     method: Method, config: RunConfig, neighbours: Adjacency, examples: int, steps: int | None = None
 ) -> SamplingPlan:
-    """Return how often a site with `examples` samples them if it takes part in every round.
+    """Return how often a site with `examples` examples samples them if it takes part in every round.
 
     Args:
-        steps: noisy steps per participation; None for those of the run config.
+        steps: noisy steps per participation; None to take them from the run config.
 
     Raises:
-        ConfigError: a batch is larger than the site's data, or the config gives no step.
+        ConfigError: a batch is larger than the site's data, or the config implies no steps.
     """
     train = config.train
     if DpSgdConfig.from_config(config.dp) is None and getattr(method, "exchange", "epoch") == "batch":

@@ -1,4 +1,4 @@
-"""Preview secure aggregation for a run: what would leave a site, its precision, and the adversaries it resists."""
+"""Preview secure aggregation for a run: what would leave a site, its precision, and which adversaries it resists."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from fedveil.federation.secagg.plan_checks import SiteRequirements
 
 @dataclass(frozen=True)
 class MaskedUploadPreview:
-    """Preview of a run's masked upload.
+    """A preview of a run's masked upload.
 
     Attributes:
         sites: number of participating sites.
-        neighbours: number of sites with which a site shares masks; 0 = all.
-        quorum: sites that must agree to a sum; 0 if only sums of whole cohorts open.
-        threshold: shares that open a secret.
+        neighbours: number of sites with which a site shares masks; 0 means all.
+        quorum: sites that must agree to a sum; 0 if only whole-cohort sums can be opened.
+        threshold: number of shares that reveal a secret.
         length: number of integers in a vector.
-        in_clear: names of the values that the method's payload carries unmasked.
+        in_clear: names of the values that the method sends unmasked.
         partial: the method's `has_single_site_entries`.
-        broadcasts_bound: the method sends every site the same, and sites keep no private state.
+        broadcasts_bound: whether the method sends all sites the same broadcast and sites keep no private state.
         plans_entries: the method's `plans_entries`.
     """
 
@@ -45,7 +45,7 @@ class MaskedUploadPreview:
 
     @classmethod
     def from_exchange(cls, exchange: MessageExchange, config: RunConfig, sites: int = 0) -> MaskedUploadPreview:
-        """Create the preview for this many sites; 0 means the run's minimum. Raises ConfigError."""
+        """Create the preview for this many sites; 0 means the run's minimum. Raises ConfigError for a bad config."""
         secure, cohort = config.secure, config.cohort
         aggregation_rules.check_secure(secure, config.aggregate, cohort)
         fewest = max(secure.min_sites, cohort.min_sites)
@@ -89,13 +89,13 @@ class MaskedUploadPreview:
 
     @property
     def _condition(self) -> str:
-        """Return what has to happen before a sum shows."""
+        """Return the condition under which a sum is revealed."""
         if not self.quorum:
-            return "all of which must send an upload, since no mask can be removed without one"
+            return "all of which must send an upload, since no mask can be removed without it"
         return f"of which {self.quorum} must agree to a sum before its masks are removed"
 
     def words(self, demands: SiteRequirements) -> list[str]:
-        """Return sentences on what leaves the site, and against which adversaries that holds with its policy."""
+        """Return sentences on what leaves the site, and which adversaries this resists under the site's policy."""
         secure, ring = self.secure, self.ring
         claim = AdversaryModel(
             self.quorum, self.threshold, secure.min_sites, secure.max_colluders, self.neighbours, self.partial,
@@ -107,12 +107,12 @@ class MaskedUploadPreview:
             if secure.max_weight == 1
             else f"a site is weighted by its number of examples, at most {secure.max_weight:,}; the sum has their total"
         )
-        shares = "shares that only their recipients can decrypt" if self.quorum else "digests of its pairs' secrets"
+        shares = "shares that only their recipients can decrypt" if self.quorum else "digests of its pairwise secrets"
         return [
-            "This site would send each time, masked, for a sum with other sites:",
+            "This site would send, each time, masked for a sum with other sites:",
             f"  {self.length:,} integers modulo 2^{ring.bits}: at most {self.bytes:,} bytes, including the keys",
-            f"  unmasked: that it takes part, public keys, and {shares}{clear}",
-            "  not sent: its number of examples, and the losses, steps and seconds of its training",
+            f"  unmasked: the fact that it takes part, public keys, and {shares}{clear}",
+            "  not sent: its number of examples, and its training losses, steps and seconds",
             f"  values are clipped to +-{secure.clip_bound:g} here; rounding changes a mean by at most {ring.step:.2g}",
             f"  {counts}",
             f"With {self.sites} sites, {self._condition}, and sums of at least {claim.least_in_sum} sites:",

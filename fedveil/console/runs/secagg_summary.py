@@ -1,4 +1,4 @@
-"""Summarize a secure-aggregation run: its claims, the outcome of each attempt, and what was masked."""
+"""Summarize a run with secure aggregation: its claims, the outcome of each attempt, and what was masked."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from fedveil.sanitize import sanitize
 
 NOT_SEEN = (
     "A server that followed the protocol could not see a single site's values, number of examples, losses or upload "
-    "norm. So none of them is shown, and the server could check only the sum, not each upload."
+    "norm. So none of these is shown, and the server could check only the sum, not each upload."
 )
 
 
 def secagg_note(unseen: Mapping[str, Any]) -> str:
-    """Describe an attempt briefly: "sum of 3 of 4 sites, 3 must agree to it; unresponsive: west"."""
+    """Describe an attempt briefly, as in "sum of 3 of 4 sites, 3 must agree to it; unresponsive: west"."""
     parts = []
     if "sites" in unseen:
         needed = f"{unseen['quorum']} must agree to it" if unseen["quorum"] else "it needs all of them"
@@ -47,9 +47,9 @@ def secagg_note(unseen: Mapping[str, Any]) -> str:
 
 
 def attempt_rows(run: RunView) -> list[list[object]]:
-    """Return a row per attempt: round and attempt from 1, sites in the sum, of the cohort, quorum, and reasons.
+    """Return a row per attempt: round and attempt (from 1), sites in the sum, cohort size, quorum, and reasons.
 
-    The reasons are why sites signed no list or revealed no shares, and why there is no sum.
+    The reasons say why sites signed no list or revealed no shares, and why there is no sum.
     """
     return [[a["round"] + 1, a.get("attempt", 0) + 1, *_of_attempt(a["unseen"])] for a in run.unseen]
 
@@ -61,14 +61,14 @@ def _of_attempt(unseen: Row) -> list[object]:
 
 
 def secagg_claims(run: RunView) -> list[str]:
-    """Return the run's security claims, based on its weakest attempt."""
+    """Return the security claims for the run, based on its weakest attempt."""
     least = int(run.config.get("config", {}).get("secure.min-sites", 2))
     adversary = weakest_adversary((attempt["unseen"] for attempt in run.unseen), least, *_exceptions(run))
     return adversary.words if adversary else []
 
 
 def not_seen(run: RunView) -> str:
-    """Return `NOT_SEEN`, with the exception for the run's method."""
+    """Return `NOT_SEEN`, with any exception for the run's method."""
     return " ".join(filter(None, [NOT_SEEN, single_site(_exceptions(run)[0])]))
 
 
@@ -86,7 +86,7 @@ def _exceptions(run: RunView) -> tuple[bool | None, bool | None, bool | None]:
 
 
 def secagg_of_site(state_dir: Path, run: RetainedRunState, policy: str = "", key_file: str = "") -> list[str]:
-    """Return a run's secure-aggregation claims as far as the site itself knows them; [] for a run without keys.
+    """Return a run's secure-aggregation claims as far as the site itself can tell; [] for a run without keys.
 
     Args:
         policy, key_file: needed if `fedveil site start` has not saved them, as in a container.
@@ -102,13 +102,13 @@ def secagg_of_site(state_dir: Path, run: RetainedRunState, policy: str = "", key
     except (FedVeilError, OSError, ValueError) as error:
         return [f"secure aggregation: cannot read its keys: {sanitize(error)}"]
     if secagg_state is None or secagg_state.fence.masked is None:
-        return ["secure aggregation: key made, but nothing masked yet"]
+        return ["secure aggregation: key created, but nothing masked yet"]
     round_, attempt = secagg_state.fence.masked
     signed = secagg_state.fence.signed
-    agreed = "agreed to no sum yet" if signed is None else f"agreed to a sum last in round {signed + 1}"
+    agreed = "agreed to no sum yet" if signed is None else f"last agreed to a sum in round {signed + 1}"
     words = words_for_lying_server(site_requirements(site_policy), broadcasts_bound=None)  # the method is not recorded
     return [
-        f"secure aggregation: masked last for round {round_ + 1}, attempt {attempt + 1}; {agreed}",
+        f"secure aggregation: last masked for round {round_ + 1}, attempt {attempt + 1}; {agreed}",
         *words,
         single_site(None),
         TWO_ROUNDS,

@@ -1,7 +1,7 @@
 """Notes that `fedveil site start` saves next to a site's state.
 
-SITE.toml holds the site's node config, which Flower receives. SITE.federation holds the name of its federation, only
-for the site's own pages.
+SITE.toml holds the site's node config, which Flower receives. SITE.federation holds its federation's name, used only
+on the site's own pages.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from fedveil.records.atomic_files import write_atomic
 from fedveil.sanitize import sanitize
 
 _FEDERATION = ".federation"
-_LONGEST = 256  # bytes of a name
+_LONGEST = 256  # maximum bytes in a name
 
 
 def read_site_note(state_dir: Path, name: str, policy: str = "", key_file: str = "") -> SiteConfig:
-    """Return the config, with the given policy or key file instead, as in a container, which has no note.
+    """Return the config, overridden by the given policy or key file, as needed in a container, which has no note.
 
     Raises:
         ConfigError, OSError, ValueError: the note cannot be read.
@@ -32,12 +32,12 @@ def read_site_note(state_dir: Path, name: str, policy: str = "", key_file: str =
 
 
 def note_federation(state_dir: Path, name: str, federation: str) -> None:
-    """Save the federation's name; "" if unknown, to overwrite an earlier name."""
+    """Save the federation's name, or "" if it is unknown, to overwrite an earlier name."""
     write_atomic(state_dir / f"{name}{_FEDERATION}", federation.encode())
 
 
 def noted_federation(state_dir: Path, name: str) -> str:
-    """Return the federation's name, sanitized; "" if no readable file in the folder contains it."""
+    """Return the federation's name, sanitized, or "" if no readable file in the folder contains it."""
     note = state_dir.expanduser() / f"{name}{_FEDERATION}"
     try:
         if note.parent != state_dir.expanduser() or not note.is_file():

@@ -1,4 +1,4 @@
-"""What a site permits: its policy as far as it restricts runs, or that no policy is in force."""
+"""A site's permissions: the policy keys that restrict runs, or the fact that no policy is in force."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["SitePermissions", "read_permissions"]
 
 _MOST_KEYS = 60
 _EVERYTHING = (
-    "This site permits everything: it was started with --permit-everything, so it trains whatever the server sends. "
+    "This site permits everything: it was started with --permit-everything, so it runs whatever the server sends. "
     "No policy is in force. To change that, complete a site-policy.toml and start the site with --policy."
 )
 
 
 @dataclass(frozen=True)
 class SitePermissions:
-    """Permissions of the site of a state folder.
+    """The permissions of a state folder's site.
 
     Attributes:
-        words: a sentence.
-        keys: the keys that the policy sets, with their values, those of [permits] last; [] without a policy.
-        is_known: False if nothing in the folder says it, as for a container.
+        words: one or more sentences for display.
+        keys: the keys that the policy sets, with their values, [permits] keys last; [] without a policy.
+        is_known: False if nothing in the folder tells, as in a container.
         has_policy: whether a readable policy is in force.
     """
 
@@ -38,24 +38,24 @@ class SitePermissions:
 
 
 def read_permissions(state_dir: Path, policy: str = "") -> SitePermissions:
-    """Read what `fedveil site start` saved in the state folder, and the policy that it names.
+    """Read the site that `fedveil site start` saved in the state folder, and its policy.
 
-    `policy` names the policy's file instead, as for a container, which has no such note.
+    `policy` names the policy file instead, as needed in a container, where nothing is saved.
     """
     try:
         site = SiteConfig(policy=policy) if policy else site_of_folder(state_dir)
     except (FedVeilError, OSError, ValueError) as error:
-        return SitePermissions(f"What this site permits is not known: {sanitize(error)}", [], False, False)
+        return SitePermissions(f"This site's permissions are unknown: {sanitize(error)}", [], False, False)
     if not site.policy:
         if not any(state_dir.expanduser().glob("*.toml")):
-            words = "What this site permits is not known here: no site was started with this folder. Name its --policy."
+            words = "This site's permissions are unknown, as no site was started with this folder. Use --policy."
             return SitePermissions(words, [], False, False)
         return SitePermissions(_EVERYTHING, [], True, False)
     file = sanitize(site.policy, 500)
     try:
         read = policy_of_site(site)
     except FedVeilError as error:
-        return SitePermissions(f"{file}: {sanitize(error)} Until then it refuses every run.", [], True, False)
+        return SitePermissions(f"{file}: {sanitize(error)} Until then, the site refuses every run.", [], True, False)
     own = read.model_dump(by_alias=True, exclude_unset=True, mode="json")
     permits = own.pop("permits", {})
     keys = [*own.items(), *((f"permits {key}", value) for key, value in permits.items())]

@@ -1,4 +1,4 @@
-"""A site policy as the conditions under which the site takes part in secure sums."""
+"""A site policy's conditions for taking part in secure sums."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fedveil.federation.secagg.plan_checks import SiteRequirements
 
 
 def site_requirements(policy: SitePolicy | None) -> SiteRequirements:
-    """Return what a policy requires of plans. None: a site without a policy.
+    """Return a policy's requirements for plans. `policy` is None for a site without a policy.
 
-    A roster counts only if the policy also requires secure aggregation and admits only known code: else a server that
-    lies asks for a run in the clear, or sends code of its own.
+    A roster counts only if the policy also requires secure aggregation and admits only known code; otherwise a lying
+    server could request an unmasked run, or send code of its own.
     """
     if policy is None:
         return SiteRequirements()

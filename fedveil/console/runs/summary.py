@@ -1,4 +1,4 @@
-"""Compare runs: summary.json in the schema of all results, and the same as a table."""
+"""Compare runs: as summary.json, in the schema of all results, and as a table."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fedveil.records.provenance import environment_info, git_commit
 from fedveil.sanitize import sanitize
 
 BASELINE = "fedavg"
-# What decides on which examples the server's test loss is computed, and how; two runs that differ in it are not
-# comparable by their losses.
+# The keys that determine on which examples the server's test loss is computed, and how. Runs that differ in any are not
+# comparable by loss.
 _SCORED_BY = (
     "task.name", "task.evaluation", "task.source-column", "task.source-template", "task.target-column",
     "task.image-column", "task.choices-column", "task.hint-column", "task.class-names", "task.max-tokens",
@@ -25,7 +25,7 @@ _SCORED_BY = (
 
 
 def write_summary(file: Path, preset: str, runs: Sequence[RunView]) -> None:
-    """Write the runs in the schema of benchmarks/results."""
+    """Write a summary of the runs in the schema of benchmarks/results."""
     content = {
         "preset": preset,
         "form": "full",
@@ -33,7 +33,7 @@ def write_summary(file: Path, preset: str, runs: Sequence[RunView]) -> None:
         "environment": environment_info(),
         "rows": [_row(run) for run in runs],
         "paper": {},
-        "differences": ["one seed: low and high equal the value, so they are no interval"],
+        "differences": ["one seed: low and high equal the value, so they do not form an interval"],
     }
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(content, indent=1) + "\n")
@@ -52,21 +52,21 @@ def _row(run: RunView) -> dict[str, Any]:
 
 
 def may_claim_privacy(run: RunView) -> bool:
-    """Return whether the run may claim differential privacy, so that there is something to report."""
+    """Return whether the run may claim differential privacy, so that its cost should be reported."""
     config = run.config.get("config", {})
     fields = str(run.config.get("method", {}).get("fields"))
     return bool(config.get("dp.noise-multiplier") or config.get("dp.epsilon") or "epsilon" in fields)
 
 
 def protected_method(run: RunView) -> str:
-    """Return the run's method with the protections added to it, such as "fedavg + noise"."""
+    """Return the run's method and the protections added to it, such as "fedavg + noise"."""
     config = run.config.get("config", {})
     secure = " + secure aggregation" if config.get("secure.enabled") else ""
     return run.method + secure + (" + noise" if config.get("dp.noise-multiplier") else "")
 
 
 def protection(run: RunView) -> str:
-    """Return what protects the run's uploads: "none", a sum, noise with its epsilon and delta, or both."""
+    """Return the protection of the run's uploads: "none", a sum, noise with its epsilon and delta, or both."""
     config = run.config.get("config", {})
     parts = []
     if config.get("secure.enabled"):
@@ -80,34 +80,34 @@ def protection(run: RunView) -> str:
         )
     elif "epsilon" in str(config_fields := run.config.get("method", {}).get("fields")):
         epsilon = config_fields.get("epsilon") if isinstance(config_fields, dict) else None
-        parts.append(f"noise of the method, epsilon {sanitize(epsilon, 20)}" if epsilon else "noise of the method")
+        parts.append(f"noise from the method, epsilon {sanitize(epsilon, 20)}" if epsilon else "noise from the method")
     return " and ".join(parts) or ("none" if run.config else "not known")
 
 
 def different_scoring(runs: Sequence[RunView]) -> str:
-    """Return why the runs' scores cannot be compared, with the keys that differ; "" if no config does."""
+    """Return why the runs' scores cannot be compared, with the keys that differ; "" if none differ."""
     configs = {run.name: run.config["config"] for run in runs if run.config.get("config")}
     words = []
     for key in _SCORED_BY:
         values = {name: sanitize(config.get(key, "unset"), 120) for name, config in configs.items()}
         if len(set(values.values())) > 1:
             words.append(f"{key} ({', '.join(f'{name}: {value}' for name, value in values.items())})")
-    return f"Not scored alike, so their scores cannot be compared: {'; '.join(words)}." if words else ""
+    return f"Scored differently, so the scores cannot be compared: {'; '.join(words)}." if words else ""
 
 
 def metric_names(runs: Sequence[RunView]) -> list[str]:
-    """Return every metric that any run has, the loss first."""
+    """Return all metrics that any run has, the loss first."""
     names = {name for run in runs for name in run.final}
     return sorted(names, key=lambda name: (name != "loss", name))
 
 
 def run_label(metric: str) -> str:
-    """Return a metric's label for pages, to distinguish the server's loss on its test data from training loss."""
+    """Return a metric's label for pages, which distinguishes the server's test loss from training loss."""
     return "test loss" if metric == "loss" else metric
 
 
 def baseline_of(run: RunView, runs: Sequence[RunView]) -> RunView | None:
-    """Return the first FedAvg run without protection that has as many rounds; None if there is none."""
+    """Return the first FedAvg run without protection and with as many rounds, or None."""
     for other in runs:
         is_plain = other.method == BASELINE and protection(other) == "none"
         if is_plain and other.upload_bytes and other.rounds_done == run.rounds_done:
@@ -116,18 +116,18 @@ def baseline_of(run: RunView, runs: Sequence[RunView]) -> RunView | None:
 
 
 def upload_ratio(run: RunView, runs: Sequence[RunView]) -> float | None:
-    """Return a run's upload bytes relative to its `baseline_of`; None without one."""
+    """Return a run's upload bytes relative to its `baseline_of`, or None without a baseline."""
     baseline = baseline_of(run, runs)
     return run.upload_bytes / baseline.upload_bytes if baseline else None
 
 
 def is_unchanged(run: RunView) -> str:
-    """Return a note if no round after the first changed the model; "" if one did, or if there was one round."""
+    """Return a note if no round after the first changed the model; "" if one did, or if there was only one round."""
     digests = {attempt["weights"] for attempt in run.attempts if attempt.get("weights") and not attempt.get("void")}
     if len(digests) != 1 or run.rounds_done < 2:
         return ""
     return (
-        "the model is the same after each round, so the uploads changed nothing; check train.learning-rate and the "
+        "the model is the same after every round, so the uploads changed nothing; check train.learning-rate and the "
         "losses that the sites report"
     )
 

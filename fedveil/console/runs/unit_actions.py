@@ -1,4 +1,4 @@
-"""`fedveil site units`, `exposure` and `withdraw`: the units of a site's data, and what a person may ask of a site."""
+"""`fedveil site units`, `exposure` and `withdraw`: the units in a site's data, and requests that a person may make."""
 
 from __future__ import annotations
 
@@ -32,45 +32,52 @@ if TYPE_CHECKING:
     from fedveil.data.units import UnitCounts
 
 _Action = Callable[[argparse.Namespace], int]
-_LISTED = 10  # rows, or ids, that are named
+_LISTED = 10  # maximum number of rows, or of pairs, to list
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")  # the server appends it to a run's name
 
 
 def add_actions(
     actions: argparse._SubParsersAction[argparse.ArgumentParser], in_own_folder: Callable[[_Action], _Action]
 ) -> Sequence[argparse.ArgumentParser]:
-    """Add `units`, `exposure` and `withdraw`; return them, which take the state folder's options."""
-    units = actions.add_parser("units", help="count the units, such as patients, and find ids that no run accepts")
+    """Add and return `units`, `exposure` and `withdraw`, which take the state-folder options."""
+    units = actions.add_parser("units", help="count the units, such as patients, and find IDs that runs would refuse")
     units.set_defaults(run=in_own_folder(_units))
     exposure = actions.add_parser(
         "exposure", help="show which runs a person's rows may have been used in, and with what guarantee"
     )
     exposure.add_argument("--json", action="store_true", help="print JSON")
     exposure.set_defaults(run=in_own_folder(_exposure))
-    withdraw = actions.add_parser("withdraw", help="leave a person's rows out of all later training")
+    withdraw = actions.add_parser("withdraw", help="exclude a person's rows from all later training")
     withdraw.set_defaults(run=in_own_folder(_withdraw))
     for action in (exposure, withdraw):
         action.add_argument(
             "--unit", required=True, metavar="ID",
-            help="the unit's id, such as the patient's; - reads it from stdin, so that no shell history has it",
+            help="the unit's ID, such as a patient ID; - reads it from stdin, to keep it out of the shell history",
         )  # fmt: skip
     for action in (units, exposure, withdraw):
         action.add_argument(
             "--unit-column",
             default="",
             metavar="NAME",
-            help="column of the ids; default: the node config's unit-column",
+            help="the ID column; default: the node config's unit-column",
         )
-        action.add_argument("--data", type=Path, metavar="FOLDER", help="default: the data of fedveil site start")
+        action.add_argument(
+            "--data", type=Path, metavar="FOLDER", help="the site's data; default: as for fedveil site start"
+        )
         action.add_argument(
             "--policy", default="", metavar="FILE", help="needed only if fedveil site start did not record it"
         )
-        action.add_argument("--key-file", default="", metavar="FILE", help="key of a sealed state; needed as --policy")
+        action.add_argument(
+            "--key-file",
+            default="",
+            metavar="FILE",
+            help="key file for an encrypted state, if fedveil site start did not record it",
+        )
     return units, exposure, withdraw
 
 
 def withdrawn_lines(state_dir: Path, key_file: str = "") -> list[str]:
-    """Return the line of `fedveil site status` on withdrawn units; none if there are none."""
+    """Return the line on withdrawn units for `fedveil site status`; [] if there are none."""
     if not WithdrawalRecord.open(state_dir).roles:
         return []
     try:
@@ -95,12 +102,12 @@ def _exposure(args: argparse.Namespace) -> int:
 
 
 def _units(args: argparse.Namespace) -> int:
-    """Print the counts of each file; return 1 if a run by units would be refused."""
+    """Print each file's counts; return 1 if a run by units would be refused."""
     site = site_of_folder(args.state_dir, args.policy, args.key_file)
     data, column = _data(args, site), _column(args, site)
     files = list_row_files(data) if data is not None else []
     if not files:
-        raise ConfigError(f"--data: expected a folder with files of rows, found {data or 'none'}; name the site's data")
+        raise ConfigError(f"--data: expected a folder with row files, found {data or 'none'}; name the site's data")
     from fedveil.data.units import count_units
 
     is_sound = True
@@ -112,7 +119,7 @@ def _units(args: argparse.Namespace) -> int:
             is_sound = False
             continue
         print(
-            f"{sanitize(file.name, 100)}: {counts.units} units in {counts.rows} rows, at most {counts.largest} a unit"
+            f"{sanitize(file.name, 100)}: {counts.units} units in {counts.rows} rows, at most {counts.largest} per unit"
         )
         for line in _refusals(counts):
             print(f"  {line}")
@@ -121,19 +128,19 @@ def _units(args: argparse.Namespace) -> int:
 
 
 def _refusals(counts: UnitCounts) -> Iterator[str]:
-    """Yield why a run by units would refuse a file. Rows are named by their numbers, and ids never."""
+    """Yield the reasons why a run by units would refuse a file. Rows are identified by number; IDs are never shown."""
     if counts.without_id:
         rows, more = counts.without_id[:_LISTED], ", ..." if len(counts.without_id) > _LISTED else ""
         yield (
-            f"{len(counts.without_id)} rows without an id, which may be of one person: rows "
-            f"{', '.join(map(str, rows))}{more}; add the ids, or drop the rows"
+            f"{len(counts.without_id)} rows without an ID, which may belong to the same person: rows "
+            f"{', '.join(map(str, rows))}{more}; add the IDs, or drop the rows"
         )
     if counts.similar:
         pairs = "; ".join(" and ".join(map(str, rows)) for rows in counts.similar[:_LISTED])
         more = "; ..." if len(counts.similar) > _LISTED else ""
         yield (
-            f"{len(counts.similar)} ids in several writings, first in rows {pairs}{more}; write each person's id the "
-            "same way in all rows, or give different persons ids that differ in more"
+            f"{len(counts.similar)} IDs in several spellings, first in rows {pairs}{more}; write each person's ID the "
+            "same way in all rows, or give different people IDs that differ more clearly"
         )
 
 
@@ -141,7 +148,7 @@ def _column(args: argparse.Namespace, site: SiteConfig) -> str:
     column = str(args.unit_column or site.unit_column)
     if not column:
         raise ConfigError(
-            "--unit-column: expected the column that holds the unit's id, found none; name it, or set unit-column in "
+            "--unit-column: expected the column with the unit's ID, found none; name it, or set unit-column in "
             "the node config"
         )
     return column
@@ -153,17 +160,17 @@ def _withdraw(args: argparse.Namespace) -> int:
     plain, rows = read_id(unit), find_unit(args.state_dir, site, unit, _data(args, site), column)
     record = WithdrawalRecord.open(args.state_dir, FileSeal.from_key_file(site.key_file))
     is_new = record.add(plain, column)
-    print("withdrawn: no client round that begins from now on trains on this unit's rows" if is_new else
-          "this unit was withdrawn before")  # fmt: skip
-    remove_cached(args.state_dir, list_cached_datasets(args.state_dir))  # they contain its rows in the clear
+    print("withdrawn: no client round that starts from now on will train on this unit's rows" if is_new else
+          "this unit was already withdrawn")  # fmt: skip
+    remove_cached(args.state_dir, list_cached_datasets(args.state_dir))  # caches contain its rows unencrypted
     about = {"column": column, "units": len(record.read().units), "new": is_new}
     audit_log.append_entry(args.state_dir.expanduser() / audit_log.NAME, "withdrawn", about)
     for line in rows.lines():
         print(line)
     if rows.problems:
-        print("this site does not train on data in which it cannot look for withdrawn units")
-    print("a client round in progress still uses them; the rows themselves stay in the data until you remove them")
-    print("the privacy ledger continues: no epsilon is returned")
+        print("this site does not train on data in which it cannot find withdrawn units")
+    print("a client round in progress still uses the rows, and they stay in the data until you remove them")
+    print("the privacy ledger continues: no epsilon is refunded")
     for run in collect_runs(args.state_dir, _standing(args.state_dir, site)):
         for line in _retraining(run):
             print(line)
@@ -171,27 +178,27 @@ def _withdraw(args: argparse.Namespace) -> int:
 
 
 def _standing(state_dir: Path, site: SiteConfig) -> LedgerStanding | None:
-    """Return the ledger; None with a printed reason if it cannot be read, which must not prevent a withdrawal."""
+    """Return the ledger. If it cannot be read, print why and return None, so that a withdrawal still succeeds."""
     try:
         return ledger_standing(state_dir, site.policy, site.key_file) if ledger_files(state_dir) else None
     except (FedVeilError, OSError, ValueError) as error:
-        print(f"privacy ledger: cannot be read, so the runs below are those of the audit log: {sanitize(error)}")
+        print(f"privacy ledger: cannot be read, so the runs below come from the audit log: {sanitize(error)}")
     return None
 
 
 def _retraining(run: RunExposure) -> Iterator[str]:
-    """Yield what it takes to train a run again without the unit's rows."""
+    """Yield the steps to retrain a run without the unit's rows."""
     yield f"run {run.run} may have used the rows: {run.describe_rounds()}"
     if run.state_bytes:
         purge = f"fedveil site purge --run {shlex.quote(run.run)}"
-        yield f"  at this site: {purge} removes the private state that it trained"
+        yield f"  at this site: {purge} removes the private state trained in it"
     name = _SUFFIX.sub("", run.run)
     submit = f"fedveil submit --federation FOLDER --config {shlex.quote(f'runs/{name}/resume.toml')}"
     first, rounds = min(run.rounds, default=0), f"{run.of} rounds" if run.of else "all rounds"
-    yield f"  to train it again without them, the operator runs ({rounds}):"
+    yield f"  to retrain without them, the operator runs ({rounds}):"
     yield f"    {submit} --set run.resume=false --set run.name={shlex.quote(f'{name}-again')}"
     if 0 < first == max(run.rounds):
-        yield f"  if round {first + 1}, this site's first, is the run's last so far, the run may resume before it: move"
+        yield f"  if round {first + 1}, this site's first, is the run's latest, the run can resume from before it: move"
         yield "  checkpoint-before.safetensors to checkpoint.safetensors in the run's folder, then"
         yield f"    {submit}"
 

@@ -1,10 +1,10 @@
-"""Collect what a site's own records say of one unit's exposure, such as a patient's (GDPR, article 15).
+"""Collect what a site's own records say about one unit's exposure, such as a patient's (GDPR, article 15).
 
-The records are the privacy ledger, the audit log and the runs' folders in the state folder; no server is asked. The
-ledger charges every record for every run, so its figures hold for each unit that was in the data then. The records do
-not say which units were drawn: that is secret, and the guarantee rests on it.
+The records are the privacy ledger, the audit log and the run folders in the state folder; no server is queried. The
+ledger charges every record for every run, so its figures hold for each unit that was in the data at the time. The
+records do not say which units were drawn: that is secret, and the guarantee depends on this.
 
-The id stays in memory: it is in no returned value, log, error or file.
+The ID stays in memory: it never appears in a returned value, log, error or file.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _SAMPLING = {
     "poisson": "each record drawn independently with probability {q:.4g}",
     "fixed": "batches of a fixed size, {q:.4g} of the records",
 }
-_IN_SUM = "noise in the sum of the sites"
+_IN_SUM = "noise in the sum over the sites"
 _ROWS_ONLY = (
-    "the ledger counts rows: each epsilon is for one row, and bounds nothing for a person with several rows. Only "
-    "runs with dp.unit-column protect all rows of a person"
+    "the ledger counts rows: each epsilon is for one row, and gives no bound for a person with several rows. Only "
+    "runs with dp.unit-column protect all of a person's rows"
 )
 NOT_DRAWN = (
     "which runs drew this unit's rows is not recorded, because that is secret. The figures hold for every unit that "
@@ -46,12 +46,12 @@ NOT_DRAWN = (
 
 @dataclass(frozen=True)
 class UnitRows:
-    """A unit's rows in the data as it is now.
+    """A unit's rows in the current data.
 
     Attributes:
-        data: the folder or file; None if it is unknown.
-        column: the column that was searched; "" if it is not known.
-        files: number of the unit's rows in each file.
+        data: the folder or file; None if unknown.
+        column: the column that was searched; "" if unknown.
+        files: the number of the unit's rows in each file.
         problems: files that could not be searched, with the reason.
         withdrawn: time of the unit's withdrawal; "" if it is not withdrawn.
     """
@@ -64,39 +64,39 @@ class UnitRows:
 
     @property
     def count(self) -> int:
-        """Return the number of rows that were found."""
+        """Return the number of rows found."""
         return sum(self.files.values())
 
     def lines(self) -> Iterator[str]:
-        """Yield the rows in words."""
+        """Yield a description of the rows, as lines."""
         if self.data is None or not self.column:
             missing = "--data" if self.data is None else "--unit-column"
-            yield f"rows in the data now: not known, because nothing names the place; set {missing}"
+            yield f"rows in the data now: unknown, because their location is unknown; set {missing}"
         else:
             found = ", ".join(f"{count} in {sanitize(name, 100)}" for name, count in self.files.items() if count)
             yield f'rows in the data now: {found or "none"} (column "{sanitize(self.column, 80)}" of {self.data})'
         for name, reason in self.problems.items():
-            yield f"rows in {sanitize(name, 100)}: not known: {sanitize(reason)}"
+            yield f"rows in {sanitize(name, 100)}: unknown: {sanitize(reason)}"
         if self.withdrawn:
-            yield f"withdrawn since {self.withdrawn}: no run that began to read the data later trained on these rows"
+            yield f"withdrawn since {self.withdrawn}: no run that read the data later trained on these rows"
 
 
 @dataclass(frozen=True)
 class RunExposure:
-    """One run that the site took part in.
+    """A run that the site took part in.
 
     Attributes:
         run: its name.
-        sites: names of the sites of this state folder that took part.
+        sites: names of this state folder's sites that took part.
         methods: its methods; more than one only if the server changed it.
-        rounds: the rounds, 0-based, whose uploads left the site, with their number.
+        rounds: the rounds (0-based) whose uploads left the site, each with its number of uploads.
         of: planned rounds; 0 if unknown.
         first, last: times of the first and last upload; "" if unknown.
         claim: the run's own guarantee; "" for none.
-        sampling: how records were drawn, in words.
-        epsilon: by adversary, at the account's delta; infinite without a bound.
-        why: why an epsilon is infinite; "" if none is, or if the charges are too many to account for.
-        in_ledger: whether the privacy ledger has the run.
+        sampling: descriptions of how records were drawn.
+        epsilon: epsilon by adversary, at the account's delta; infinite without a bound.
+        why: the reason why an epsilon is infinite; "" if none is, or if there are too many charges to account for.
+        in_ledger: whether the run is in the privacy ledger.
         state_bytes: size of the private state that the site stores for the run.
     """
 
@@ -115,7 +115,7 @@ class RunExposure:
     state_bytes: int = 0
 
     def lines(self) -> Iterator[str]:
-        """Yield the run in words."""
+        """Yield a description of the run, as lines."""
         method = " and ".join(self.methods) or "unknown method"
         yield f"run {self.run}: {method}; {self.describe_rounds()}"
         if self.claim:
@@ -125,9 +125,9 @@ class RunExposure:
             bound = f"no bound: {why}" if math.isinf(epsilon) else f"epsilon {epsilon:.4g} so far"
             yield f"  against {party}: {bound}"
         if not self.in_ledger:
-            yield "  no bound is known: the privacy ledger does not have this run"
+            yield "  no bound is known: this run is not in the privacy ledger"
         if self.state_bytes:
-            yield f"  the site stores {self.state_bytes:,} bytes of private state of it (fedveil site purge --run)"
+            yield f"  the site stores {self.state_bytes:,} bytes of private state for it (fedveil site purge --run)"
 
     def describe_rounds(self) -> str:
         """Return the rounds whose uploads left the site, 1-based."""
@@ -146,10 +146,10 @@ class RunExposure:
 
 @dataclass(frozen=True)
 class UnitExposure:
-    """What the records say of a unit.
+    """A unit's exposure according to the records.
 
     Attributes:
-        rows: its rows now.
+        rows: its current rows.
         runs: every run in the records.
         standing: the privacy ledger; None if there is none.
     """
@@ -159,24 +159,24 @@ class UnitExposure:
     standing: LedgerStanding | None
 
     def lines(self) -> Iterator[str]:
-        """Yield the answer in words."""
+        """Yield the answer as lines."""
         yield from self.rows.lines()
         yield from self.notes()
         for run in self.runs:
             yield from run.lines()
         if not self.runs:
-            yield "no run has trained at this site, by its records"
+            yield "according to this site's records, no run has trained here"
         for party, words in self.over_all_runs():
             yield f"over all runs, against {party}: {words}"
 
     def notes(self) -> list[str]:
-        """Return what the figures assume."""
+        """Return the assumptions behind the figures."""
         account = self.standing.account if self.standing else None
         notes = [NOT_DRAWN]
         if account is not None:
             notes.append(
                 f"each epsilon is at delta {account.own.delta:g} ({account.own.neighbours.value}), for this site's "
-                "data only: another site with rows of the same person has its own ledger"
+                "data only: another site with rows about the same person has its own ledger"
             )
         if account is not None and account.unit == ROW:
             notes.append(_ROWS_ONLY)
@@ -185,7 +185,7 @@ class UnitExposure:
         return notes
 
     def over_all_runs(self) -> list[tuple[str, str]]:
-        """Return for each adversary what holds over all runs."""
+        """Return, for each adversary, the guarantee over all runs."""
         if self.standing is None:
             return []
         budget = self.standing.budget
@@ -194,7 +194,7 @@ class UnitExposure:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the answer for `--json`; an infinite epsilon is the text "infinite"."""
+        """Return the answer for `--json`, with an infinite epsilon as the text "infinite"."""
         rows = self.rows
         known = rows.data is not None and bool(rows.column)
         account = self.standing.account if self.standing else None
@@ -228,15 +228,15 @@ class UnitExposure:
 
 
 def collect_exposure(state_dir: Path, site: SiteConfig, unit: str, data: Path | None, column: str) -> UnitExposure:
-    """Read a unit's exposure from the records below a state folder.
+    """Read a unit's exposure from the records in a state folder.
 
     Args:
-        site: policy and key file of the site.
-        data: the data folder or file; None if it is unknown.
-        column: the column of the unit's id; "" if it is not known.
+        site: the site config, for its policy and key file.
+        data: the data folder or file; None if unknown.
+        column: the column with the unit's ID; "" if unknown.
 
     Raises:
-        ConfigError: the id is blank.
+        ConfigError: the ID is blank.
         FedVeilError, OSError: a record cannot be read.
     """
     standing = ledger_standing(state_dir, site.policy, site.key_file) if ledger_files(state_dir) else None
@@ -244,7 +244,7 @@ def collect_exposure(state_dir: Path, site: SiteConfig, unit: str, data: Path | 
 
 
 def collect_runs(state_dir: Path, standing: LedgerStanding | None) -> tuple[RunExposure, ...]:
-    """Return the runs in the audit log, in the state folder and, if it is given, in the ledger. Raises StateError."""
+    """Return the runs in the audit log, in the state folder and, if given, in the ledger. Raises StateError."""
     runs = _from_log(state_dir.expanduser() / audit_log.NAME)
     for entry in standing.account.entries if standing else ():
         runs.setdefault(entry.run, RunExposure(sanitize(entry.run, 100)))
@@ -258,7 +258,7 @@ def collect_runs(state_dir: Path, standing: LedgerStanding | None) -> tuple[RunE
 
 
 def find_unit(state_dir: Path, site: SiteConfig, unit: str, data: Path | None, column: str) -> UnitRows:
-    """Return the unit's rows as they are now. Raises ConfigError for a blank id, StateError."""
+    """Return the unit's current rows. Raises ConfigError for a blank ID, or StateError."""
     plain = read_id(unit)
     withdrawn = WithdrawalRecord.open(state_dir, FileSeal.from_key_file(site.key_file)).read().find(plain, "")
     since = withdrawn.since if withdrawn else ""
@@ -281,14 +281,14 @@ def find_unit(state_dir: Path, site: SiteConfig, unit: str, data: Path | None, c
         except (FedVeilError, OSError) as error:
             problems[name] = str(error)
     if not files and not problems:
-        problems[data.name] = "it has no file of rows"
+        problems[data.name] = "it has no row files"
     return UnitRows(data, column, files, problems, since)
 
 
 def list_row_files(data: Path) -> list[Path]:
-    """Return the files of rows in a data folder, or the file itself; none if there are none.
+    """Return the row files in a data folder, or the file itself; [] if there are none.
 
-    Raises TaskError where it is unclear which files a split has.
+    Raises TaskError if it is unclear which files belong to a split.
     """
     from fedveil.data.row_files import row_suffix
     from fedveil.data.split_files import SPLIT_NAMES, find_split_files
@@ -300,19 +300,17 @@ def list_row_files(data: Path) -> list[Path]:
 
 
 def read_id(unit: str) -> str:
-    """Return the form of an id that all its writings share. Raises ConfigError for a blank one."""
+    """Return the normalized form of an ID, which all its spellings share. Raises ConfigError if it is blank."""
     from fedveil.data import units
 
     plain = units.plain_id(unit)
     if not plain:
-        raise ConfigError(
-            "--unit: expected the unit's id, found a blank one; name it, or write - to read it from stdin"
-        )
+        raise ConfigError("--unit: expected the unit's ID, found a blank one; name it, or use - to read it from stdin")
     return plain
 
 
 def _from_log(file: Path) -> dict[str, RunExposure]:
-    """Return the runs with uploads in the site's audit log. Raises StateError."""
+    """Return the runs with uploads in the site's audit log. Raises StateError if the log cannot be read."""
     runs: dict[str, RunExposure] = {}
     if file.exists() and (damaged := audit_log.count_damaged(audit_log.list_log_files(file))):
         print(
@@ -340,7 +338,7 @@ def _with(names: tuple[str, ...], name: str) -> tuple[str, ...]:
 
 
 def _charged(run: RunExposure, name: str, standing: LedgerStanding) -> RunExposure:
-    """Return the run with its own entries of the account."""
+    """Return the run with the figures from its own account entries."""
     entries = tuple(entry for entry in standing.account.entries if entry.run == name)
     if not entries:
         return run

@@ -1,4 +1,4 @@
-"""The warm workers of a machine's sites: what each holds, since when, and the progress of its client round."""
+"""The warm workers of this machine's sites: what each holds, since when, and the progress of its client round."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class WorkerStatus:
 
     @property
     def where(self) -> str:
-        """Return what it works on, such as "fedrand/demo, round 3 of 5"."""
+        """Return what the worker is working on, such as "fedrand/demo, round 3 of 5"."""
         if "run" not in self.says:
             return f"no run {self._since_when}"
         return f"{self.says['run']} ({self.says['method']}), round {self.says['round'] + 1} of {self.says['rounds']}"
@@ -53,7 +53,7 @@ class WorkerStatus:
 
     @property
     def _since_when(self) -> str:
-        """Return the word for a worker without a run: "now" after its last run, "yet" if it never had one."""
+        """Return the adverb for a worker without a run: "now" after its last run, "yet" if it never had one."""
         return "now" if "last" in self.says else "yet"
 
     @property
@@ -71,7 +71,7 @@ class WorkerStatus:
 
 
 def list_workers(state_dir: Path) -> list[WorkerStatus]:
-    """Return every running worker under a state folder."""
+    """Return all running workers in a state folder."""
     workers = []
     for path in sorted((state_dir.expanduser() / "workers").glob("*")):
         folder = WorkerRegistry(state_dir, path.name)
@@ -82,7 +82,7 @@ def list_workers(state_dir: Path) -> list[WorkerStatus]:
 
 
 def worker_steps(state_dirs: Iterable[Path]) -> str:
-    """List trainings in these state folders, one line each: "north step 12/20, loss 1.2345, about 3 s left"."""
+    """List current trainings in these state folders, as in "north step 12/20, loss 1.2345, about 3 s left"."""
     training = [each for folder in state_dirs for each in list_workers(folder) if each.says["state"] == "training"]
     lines = [
         f"{each.site} step {each.says['step']}/{each.says['steps']}, loss {each.says['loss']:.4f}, about "
@@ -108,7 +108,7 @@ def steps_by_and_by(state_dirs: Sequence[Path]) -> Callable[[], str]:
 
 
 def last_failures(state_dir: Path) -> list[str]:
-    """Return a line for each site below a state folder whose last client round failed: which, when and why."""
+    """Return a line for each site in a state folder whose last client round failed: which round, when and why."""
     failures = []
     for path in sorted((state_dir.expanduser() / "workers").glob("*")):
         if (turn := _last(WorkerRegistry(state_dir, path.name).turns)) and "failed" in turn:
@@ -121,7 +121,7 @@ def last_failures(state_dir: Path) -> list[str]:
 
 
 def last_row_counts(state_dir: Path) -> list[str]:
-    """Return a line for each site below a state folder: how many rows were cut or left out in its last client round."""
+    """Return a line for each site in a state folder: how many rows its last client round truncated or dropped."""
     lines = []
     for path in sorted((state_dir.expanduser() / "workers").glob("*")):
         turn = _last(WorkerRegistry(state_dir, path.name).turns)
@@ -132,7 +132,7 @@ def last_row_counts(state_dir: Path) -> list[str]:
 
 
 def last_readings(state_dir: Path) -> list[str]:
-    """Return a line for each note of a site below a state folder on how it read the data of its last client round."""
+    """Return a line for each note by a site in a state folder on how it read the data for its last client round."""
     lines = []
     for path in sorted((state_dir.expanduser() / "workers").glob("*")):
         notes = _last(WorkerRegistry(state_dir, path.name).turns).get("reading")
@@ -142,7 +142,7 @@ def last_readings(state_dir: Path) -> list[str]:
 
 
 def _last(turns: Path) -> dict[str, Any]:
-    """Return the last complete line of a site's log of client rounds; {} if there is none."""
+    """Return the last complete line of a site's client-round log; {} if there is none."""
     try:
         with turns.open("rb") as file:
             file.seek(max(0, turns.stat().st_size - _TAIL_BYTES))
@@ -156,7 +156,7 @@ def _ask(connection: Connection) -> dict[str, Any]:
     try:
         with connection.open_channel() as link:
             status = dict(json.loads(link.unary_unary(f"/{NAME}/Status")(b"", timeout=_ANSWER_SECONDS)))
-            # Run, method and model are text from the server.
+            # The run, method and model are text from the server.
             return {key: sanitize(value, 100) if isinstance(value, str) else value for key, value in status.items()}
     except RecursionError:
         raise ValueError("brackets nested too deeply") from None
@@ -165,7 +165,7 @@ def _ask(connection: Connection) -> dict[str, Any]:
 
 
 def describe_worker(worker: WorkerStatus) -> str:
-    """Describe one worker in a few lines."""
+    """Describe a worker in a few lines."""
     since = datetime.fromtimestamp(worker.card.since).strftime("%Y-%m-%d %H:%M:%S")
     lines = [
         f"{worker.site}: process {worker.card.pid} since {since}: {worker.says['state']}",
@@ -176,7 +176,7 @@ def describe_worker(worker: WorkerStatus) -> str:
 
 
 def follow_worker(console: Console, state_dir: Path, enough: Callable[[], bool] = lambda: False) -> None:
-    """Show a bar per worker on a terminal, elsewhere a line on each change; until `enough`, or Ctrl-C."""
+    """Show a bar per worker on a terminal, or a line per change elsewhere, until `enough` returns True, or Ctrl-C."""
     bars = Progress(
         TextColumn("{task.fields[site]:<12} {task.fields[where]}", markup=False),
         BarColumn(bar_width=24),

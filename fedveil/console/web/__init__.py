@@ -1,1 +1,1 @@
-"""Local web dashboard that shows the activity of a federation or a site."""
+"""A local web dashboard that shows the activity of a federation or a site."""

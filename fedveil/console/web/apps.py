@@ -1,4 +1,4 @@
-"""Open the two dashboards: for a folder of runs, and for a site."""
+"""Open the two dashboards: one for a folder of runs, and one for a site."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Ending = Callable[[], bool]
 
 
 def open_runs_dashboard(runs: Path | None, federations: Sequence[Path], host: str, port: int) -> int:
-    """Serve the runs in a folder. Raises ConfigError for an invalid federation, address or port.
+    """Serve the dashboard for a folder of runs. Raises ConfigError for an invalid federation, address or port.
 
-    `runs`: None for the runs inside the federations' folders.
+    If `runs` is None, it shows the runs inside the federations' folders.
     """
     names = name_federations(federations)
     return serve_dashboard(host, port, lambda entry, ending: server_app(run_folders(runs, names), names, entry, ending))
 
 
 def run_folders(runs: Path | None, federations: Mapping[str, Path]) -> dict[str, Path]:
-    """Return the run folders to show, by federation; "" if there is only one, or if the federation is unknown.
+    """Return the run folders to show, by federation ("" if there is only one, or if it is unknown).
 
-    A federation's own folder is taken before its first run has created it, so that the page shows that run.
+    A federation's own folder is included even before its first run creates it, so that the page will show that run.
     """
     own = {name: folder / "runs" for name, folder in federations.items()}
     if runs is None:
@@ -39,9 +39,9 @@ def run_folders(runs: Path | None, federations: Mapping[str, Path]) -> dict[str,
 
 
 def open_site_dashboard(state_dir: Path, policy: str, key_file: str, host: str, port: int) -> int:
-    """Serve a site's state folder. Raises ConfigError for an invalid folder, address or port."""
+    """Serve the dashboard for a site's state folder. Raises ConfigError for an invalid folder, address or port."""
     if not state_dir.expanduser().is_dir():
-        raise ConfigError(f"--state-dir: expected a site's state folder, found none at {state_dir}; name it")
+        raise ConfigError(f"--state-dir: expected a site's state folder, found none at {state_dir}; correct the path")
     return serve_dashboard(host, port, lambda entry, ending: site_app(state_dir, policy, key_file, entry, ending))
 
 

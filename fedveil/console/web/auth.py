@@ -1,19 +1,19 @@
 """Authentication: every request passes through here before any of its content is trusted.
 
-    http://127.0.0.1:8050/PLACE/?token=TOKEN     printed by `fedveil dashboard`; PLACE and TOKEN are drawn at its start
-    303 to http://127.0.0.1:8050/PLACE/          with a cookie, HttpOnly, SameSite=Strict, only for PLACE
+    http://127.0.0.1:8050/PLACE/?token=TOKEN     printed by `fedveil dashboard`, which draws PLACE and TOKEN at start
+    303 to http://127.0.0.1:8050/PLACE/          with a cookie (HttpOnly, SameSite=Strict, only for PLACE)
 
-| a request ... | answer |
+| a request ... | response |
 |---|---|
-| whose Host is not this machine's loopback, such as another name for it | 421 |
+| whose Host is not this machine's loopback, such as another name for the machine | 421 |
 | with a method other than GET or HEAD | 405 |
-| with the link's token, for the first page | the cookie, and a redirect to an address without the token |
-| without a valid cookie, such as from another user of this machine | 401, for every path |
-| any other | its response |
+| with the link's token, for the first page | the cookie, and a redirect to a URL without the token |
+| without a valid cookie, such as from another user of this machine | 401, for any path |
+| any other | the requested page |
 
-A browser sends a cookie to every port of a host. Another user's server on this machine could therefore
-receive ours. It does not receive it, because it does not know PLACE. Every response forbids what our pages
-do not use: inline scripts and styles, requests to other hosts, frames, forms, and cached copies.
+A browser sends a host's cookies to every port on that host, so another user's server on this machine could receive
+ours. It does not, because it does not know PLACE. Every response forbids what our pages do not use: inline scripts
+and styles, requests to other hosts, frames, forms, and cached copies.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-_LONGEST = 4096  # characters of a cookie header or a query
+_LONGEST = 4096  # maximum characters in a cookie header or a query
 
 
 @dataclass(frozen=True)
 class DashboardCredentials:
-    """The secrets of one dashboard: its place, the link's token, and the cookie's. `port`: where it listens."""
+    """A dashboard's secrets: its place, the link's token, and the cookie's value. `port`: where it listens."""
 
     port: int
     place: str = field(default_factory=lambda: secrets.token_urlsafe(16))
@@ -65,7 +65,7 @@ class DashboardCredentials:
 
     @property
     def cookie(self) -> str:
-        """Return the cookie's name, which differs between dashboards on one machine."""
+        """Return the cookie's name, which differs between dashboards on the same machine."""
         return f"fedveil-{self.port}"
 
 
@@ -76,7 +76,7 @@ class AccessMiddleware:
         self._app, self._entry = app, entry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; ignore anything but HTTP."""
+        """Handle one request; ignore anything but HTTP."""
         if scope["type"] != "http":
             return
 
@@ -90,13 +90,13 @@ class AccessMiddleware:
         await (self._refusal(scope) or self._app)(scope, receive, sealed)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """Return the response that refuses a request or sets the cookie; None if the request has access."""
+        """Return a response that refuses the request or sets the cookie; None if the request has access."""
         headers = Headers(scope=scope)
         if not _is_ours(headers.getlist("host")):
-            return _said(421, f"Host: expected {' or '.join(HOSTS)}, found a different one; open the printed link")
+            return _said(421, f"Host: expected {' or '.join(HOSTS)}, found a different host; open the printed link")
         if scope["method"] not in ("GET", "HEAD"):
             return _said(405, "expected GET or HEAD: this dashboard is read-only", Allow="GET, HEAD")
-        # Checked first, even with the cookie, so that the token does not stay in the address.
+        # Check the token first, even if there is a cookie, so that the token does not stay in the URL.
         if scope["path"] == f"{self._entry.base}/" and _same(_token(scope["query_string"]), self._entry.token):
             return self._let_in()
         if _same(_cookies(headers.getlist("cookie")).get(self._entry.cookie, ""), self._entry.session):

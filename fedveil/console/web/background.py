@@ -1,4 +1,4 @@
-"""Compute slow results in the background: an epsilon, a verdict on a log, the sites that Flower sees."""
+"""Compute slow results in the background, such as an epsilon, a verdict on a log, or the sites that Flower sees."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedveil.sanitize import sanitize
 
 T = TypeVar("T")
 _MOST = 256  # number of cached answers
-_PATIENCE = 2.0  # seconds that a page waits for an answer; then it is shown without it and refreshed later
+_PATIENCE = 2.0  # seconds that a page waits for an answer; after that, it is shown without it and refreshed later
 _OLD = 30.0  # seconds after which an outdated answer counts as missing
 
 
@@ -23,7 +23,7 @@ _OLD = 30.0  # seconds after which an outdated answer counts as missing
 class CachedAnswer(Generic[T]):
     """A cached answer and its age.
 
-    `value`: None until an answer exists; `why`: the error that occurred instead; `is_new`: the answer is
+    `value`: None until there is an answer; `why`: the error that occurred instead; `is_new`: whether the answer is
     for the current state; `at`: time of the query, in seconds since 1970.
     """
 
@@ -34,7 +34,7 @@ class CachedAnswer(Generic[T]):
 
     @property
     def since(self) -> str:
-        """Return the time of an outdated answer: "As of 17:12:03 UTC"."""
+        """Return the time of an outdated answer, as in "As of 17:12:03 UTC"."""
         return f"As of {datetime.fromtimestamp(self.at, UTC):%H:%M:%S} UTC"
 
 
@@ -47,10 +47,10 @@ class _Asked:
 
 
 class BackgroundQueries:
-    """Queries by key. They run one at a time, to leave the cores to training."""
+    """Runs queries by key, one at a time, to leave the cores to training."""
 
     def __init__(self, patience: float = _PATIENCE) -> None:
-        self.answered = 0  # number of answers so far; pages are rendered again when it grows
+        self.answered = 0  # number of answers so far; pages are rendered again when it increases
         self._patience, self._asked = patience, OrderedDict[Hashable, _Asked]()
         self._lock, self._alone = threading.Lock(), threading.Lock()
 
@@ -59,15 +59,15 @@ class BackgroundQueries:
     ) -> CachedAnswer[T]:
         """Return the answer to `key` as of `stamp`, or the previous answer meanwhile.
 
-        The previous answer keeps a page from waiting long. A page that is being watched gets the recent
-        answer at once and is then refreshed. A page that was not watched for a while waits for the current
+        The previous answer keeps a page from waiting long. A page that is being watched gets a recent answer
+        immediately and is then refreshed. A page that has not been watched for a while waits for the current
         answer, as on its first load.
 
         Args:
-            key: identifies the question.
+            key: identifies the query.
             stamp: version of the answer's inputs; a different stamp starts a new query.
             find: computes the answer.
-            patience: seconds to wait for this question.
+            patience: seconds to wait for this query.
         """
         end = time.monotonic() + (self._patience if patience is None else patience)
         while True:
@@ -82,7 +82,7 @@ class BackgroundQueries:
             asked.done.wait(left)
 
     def _begun(self, key: Hashable, stamp: Hashable, find: Callable[[], T]) -> _Asked:
-        """Return the query, and start it if its answer has another stamp."""
+        """Return the query, starting it if its answer has another stamp."""
         asked = self._asked.setdefault(key, _Asked())
         self._asked.move_to_end(key)
         if asked.stamp != stamp and not asked.is_under_way:

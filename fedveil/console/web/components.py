@@ -1,4 +1,4 @@
-"""Page components that the report does not provide: links, times, the lines of an audit log."""
+"""Page components that the report does not provide: links, times, audit-log lines."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _OWN = (
 )
 _FAILURES = ("failed", "refused", "withheld")
 _HASH = re.compile(r"(\d+:)?[0-9a-f]{40,}")
-_WORDS = 600  # characters of one log value
-_SECONDS_DIGITS = 7  # digits of the seconds that the page counts itself
-_MOST_POINTS = 2000  # points of a chart
-DRAWING = threading.Lock()  # matplotlib's settings are shared by all threads
+_WORDS = 600  # maximum characters in one log value
+_SECONDS_DIGITS = 7  # maximum digits in a number of seconds that the page itself counts
+_MOST_POINTS = 2000  # maximum points in a chart
+DRAWING = threading.Lock()  # because all threads share matplotlib's settings
 STATES = {
     "completed": "completed", "running": "running", "online": "completed", "stopped": "stopped",
     "starting": "plain", "being asked": "plain", "not known": "plain",
@@ -58,7 +58,7 @@ STATES = {
 
 @dataclass(frozen=True)
 class LogVerdict:
-    """Verdict on an audit log.
+    """The verdict on an audit log.
 
     `kind`: "good", "alert", or "wait" while unknown. `anchor`: the log's current anchor.
     """
@@ -69,7 +69,7 @@ class LogVerdict:
 
 
 def log_verdict(later: BackgroundQueries, file: Path) -> LogVerdict:
-    """Check that the log was not changed, as `fedveil log verify` does without an anchor."""
+    """Check that the log has not been changed, as `fedveil log verify` does without an anchor."""
     answer = later.ask(("verdict", file), safe_files.file_stamps([file]), lambda: _verified(file))
     if answer.value is None:
         return LogVerdict(answer.why or "checking", "alert" if answer.why else "wait")
@@ -90,7 +90,7 @@ def _verified(file: Path) -> LogVerdict:
     except StateError as error:
         return LogVerdict(sanitize(error, 1000), "alert")
     if damaged:
-        words = f"{damaged:,} lines are damaged, as the log itself records; the others are unchanged."
+        words = f"{damaged:,} lines are damaged, as the log itself records; all other lines are unchanged."
         return LogVerdict(words, "alert", str(head))
     return LogVerdict(
         f"{lines:,} lines, all unchanged. Lines cut off at the end, or a fully rewritten log, are detected only "
@@ -101,19 +101,19 @@ def _verified(file: Path) -> LogVerdict:
 
 
 def page_link(base: str, path: Sequence[str], words: object) -> Html:
-    """Return a link to a dashboard page; each path part becomes one URL component, with any content."""
+    """Return a link to a dashboard page; each path part, with any content, becomes one URL component."""
     return Html(f'<a href="{base}/{"/".join(quote(part, safe="") for part in path)}">{escape_text(words)}</a>')
 
 
 def state_badge(word: str, left: str = "") -> Html:
-    """Return a state as a colored tag that contains the word and, in amber, the sites that are left."""
+    """Return a state as a colored tag that contains the word and, in amber, the remaining sites."""
     if left:
         return html_tag("span", f"{word}, {left}", "tag partial")
     return html_tag("span", word, f"tag {STATES.get(word, 'failed')}")
 
 
 def round_progress(folder: Path) -> Html:
-    """Return the state of a run's round, with seconds that the page counts itself; "" if unknown."""
+    """Return the state of a run's round, with seconds that the page itself counts; "" if unknown."""
     countdown = countdown_words(folder)
     seconds: object = countdown.seconds
     if countdown.seconds.isdecimal() and len(countdown.seconds) <= _SECONDS_DIGITS:
@@ -122,7 +122,7 @@ def round_progress(folder: Path) -> Html:
 
 
 def failure_count(count: int) -> object:
-    """Return a number of failures, colored if there are any."""
+    """Return the number of failures, colored if there are any."""
     return FormattedNumber(f'<span class="failed">{count:,}</span>') if count else count
 
 
@@ -139,7 +139,7 @@ def format_time(value: object) -> object:
 
 
 def format_duration(started: object, ended: object) -> str:
-    """Return the time between two moments of ISO 8601, such as "2 h 5 min"; "" if one is missing or malformed."""
+    """Return the time between two ISO 8601 times, such as "2 h 5 min"; "" if one is missing or malformed."""
     try:
         seconds = (datetime.fromisoformat(str(ended)) - datetime.fromisoformat(str(started))).total_seconds()
     except (ValueError, TypeError, OverflowError):
@@ -152,7 +152,7 @@ def format_duration(started: object, ended: object) -> str:
 
 
 def log_rows(lines: Iterable[dict[str, Any]]) -> list[list[object]]:
-    """Return log lines as rows for `table(LOG_HEAD, ...)`: rounds counted from 1, long hashes cut."""
+    """Return log lines as rows for `html_table(LOG_HEAD, ...)`: rounds counted from 1, long hashes shortened."""
     rows = []
     for line in lines:
         why = "; ".join(sanitize(line[key]) for key in ("cause", "reason") if line.get(key))
@@ -173,7 +173,7 @@ LOG_HEAD = ("line", "time (UTC)", "event", "run", "round", "site", "what")
 
 
 def _sizes(line: dict[str, Any]) -> str:
-    """Return the sizes in bytes from a line, "" if it has none."""
+    """Return a line's sizes in bytes, or "" if it has none."""
     names = (("up_bytes", "upload bytes"), ("down_bytes", "download bytes"), ("bytes", "bytes"))
     sizes = [f"{line[key]:,} {words}" for key, words in names if type(line.get(key)) is int]
     return f"{', '.join(sizes)}." if sizes else ""
@@ -190,7 +190,7 @@ def plain_number(value: object) -> str:
 
 
 def chart_with_table(title: str, x: str, y: str, points: Sequence[tuple[float, float]], name: str) -> Html:
-    """Return a curve and its collapsed table; "" without points."""
+    """Return a curve with its collapsed table; "" if there are no points."""
     known = [(x_, y_) for x_, y_ in points if _is_number(x_) and _is_number(y_)]
     every = max(1, math.ceil(len(known) / _MOST_POINTS))
     known = [point for i, point in enumerate(known) if i % every == 0 or i == len(known) - 1]

@@ -1,4 +1,4 @@
-"""The federations on a dashboard: their members, and which of them Flower sees online."""
+"""The federations on a dashboard: their members, and which members Flower sees online."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from fedveil.console.web.components import state_badge
 from fedveil.errors import FedVeilError
 from fedveil.sanitize import sanitize
 
-_ASK_FLOWER = 30.0  # seconds between queries; each costs two CPU-seconds
-_ANSWER_FLOWER = 10.0  # seconds that a page waits for the answer
+_ASK_FLOWER = 30.0  # seconds between queries; each costs two CPU seconds
+_ANSWER_FLOWER = 10.0  # seconds that a page waits for an answer
 
 
 def name_federations(folders: Iterable[Path]) -> dict[str, Path]:
-    """Return the folders by federation name, each folder once; a second one with the same name is called "NAME 2".
+    """Return the folders by federation name, each folder once; a second federation named NAME becomes "NAME 2".
 
-    Raises ConfigError if one is not a federation's folder.
+    Raises ConfigError if a folder is not a federation's folder.
     """
     federations: dict[str, Path] = {}
     for folder in {folder.resolve(): folder for folder in folders}.values():
-        own = SiteRegistry(folder).federation.name  # raises an error that names it if it is missing
+        own = SiteRegistry(folder).federation.name  # raises an error that names a missing folder
         others = (f"{own} {number}" for number in count(2))
         federations[own if own not in federations else next(name for name in others if name not in federations)] = (
             folder
@@ -40,7 +40,7 @@ def name_federations(folders: Iterable[Path]) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class _FlowerAnswer:
-    """Flower's answer on a federation: each node's status by its id, each unfinished run's by its number."""
+    """Flower's answer about a federation: the status of each node by node ID, and of each unfinished run by run ID."""
 
     nodes: Mapping[str, str] = field(default_factory=dict)
     runs: Mapping[str, str] = field(default_factory=dict)
@@ -48,24 +48,24 @@ class _FlowerAnswer:
 
 @dataclass
 class DashboardFederations:
-    """Federations created by `fedveil provision`: their folders, by the names shown on the pages."""
+    """Federations made by `fedveil provision`: their folders, by the names shown on the pages."""
 
     folders: Mapping[str, Path]
     later: BackgroundQueries
 
     def seen(self) -> object:
-        """Return a value that changes when the answers may: the registries' stamps, and Flower's query interval."""
+        """Return a value that changes when the answers may: the registries' stamps, and the current query interval."""
         asked = int(time.time() / _ASK_FLOWER) if self.folders else 0
         files = [file for f in self.folders.values() for file in (registry_folder(f) / "members.json", f / CONTROL_LOG)]
         return safe_files.file_stamps(files), asked
 
     def logs(self) -> dict[str, Path]:
-        """Return the control logs of the federations, by their names in a URL."""
+        """Return the federations' control logs, by their names in a URL."""
         files = {f"control of {name}": folder / CONTROL_LOG for name, folder in self.folders.items()}
         return {name: file for name, file in files.items() if safe_files.file_stamps([file])}
 
     def all(self) -> list[dict[str, Any]]:
-        """Return each federation for the page: `rows` of its members, how many are `online`, and a note `said`."""
+        """Return each federation for the page: its members as `rows`, the number `online`, and a note `said`."""
         return [{"name": name, **self._members(folder)} for name, folder in self.folders.items()]
 
     def online(self) -> dict[tuple[str, str], object]:
@@ -73,7 +73,7 @@ class DashboardFederations:
         return {(one["name"], row[0]): row[1] for one in self.all() for row in one["rows"]}
 
     def unfinished_runs(self) -> dict[tuple[str, str], str]:
-        """Return Flower's status of each run that has not finished, by (federation, Flower's number of the run)."""
+        """Return Flower's status for each unfinished run, by (federation, Flower's run ID)."""
         return {
             (name, sanitize(number, 40)): sanitize(status, 40)
             for name, folder in self.folders.items()
@@ -81,7 +81,7 @@ class DashboardFederations:
         }
 
     def whose(self, federation: str) -> str:
-        """Return the federation of the runs in the folder with this name; "" if unknown."""
+        """Return the federation to which a run folder's runs belong; "" if unknown."""
         return federation or (next(iter(self.folders)) if len(self.folders) == 1 else "")
 
     def _members(self, folder: Path) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class DashboardFederations:
         rows, well = [], 0
         for site, entry in sorted(members.sites.items()):
             why = why_absent(entry, nodes)
-            # An outdated answer does not cover sites added since, so it gives no advice.
+            # An outdated answer does not cover sites added since then, so it gives no advice.
             is_old = online.value is None or (why and not online.is_new)
             unknown = bool(is_old) and entry["state"] == "registered"
             is_online = not why and not unknown

@@ -1,4 +1,4 @@
-"""Page frame, its two static files, and the lookup, refusal and refresh of pages."""
+"""The page frame, its two static files, and the lookup, refusal and refresh of pages."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _LONGEST_PATH = 512
 
 
 class PageNotFound(Exception):
-    """Raised when a page is not found; the text is shown."""
+    """Raised when a page is not found; the page shows the text."""
 
 
 @dataclass(frozen=True)
 class PageView:
-    """One page: its template, title and template variables."""
+    """A page: its template, title and template variables."""
 
     template: str
     title: str
@@ -46,10 +46,10 @@ class DashboardPages:
     """All pages of a dashboard.
 
     Attributes:
-        name: heading of every page.
-        links: path and label of each page that every page links to.
-        view: builds the page for a path's components. Raises PageNotFound, FedVeilError.
-        state: digest of everything that pages show; while it is unchanged, so are the pages.
+        name: the heading on every page.
+        links: path and label of each page linked from every page.
+        view: builds the page for a path's components. Raises PageNotFound or FedVeilError.
+        state: returns a digest of everything that pages show; while it is unchanged, so are the pages.
     """
 
     name: str
@@ -59,7 +59,7 @@ class DashboardPages:
 
 
 def make_app(site: DashboardPages, entry: DashboardCredentials, ending: Callable[[], bool]) -> ASGIApp:
-    """Return the app with the pages below the entry's place."""
+    """Return the app that serves the pages under the secret path in `entry`."""
     templates = html.template_environment(f"{_ROOM}/templates", "console/web/report/templates")
     streams = EventStreams(ending)
 
@@ -103,7 +103,7 @@ def make_app(site: DashboardPages, entry: DashboardCredentials, ending: Callable
 
 
 def page_digest(parts: object) -> str:
-    """Return a digest of the pages' content, computed from its stamps."""
+    """Return a digest of the pages' content, computed from its stamps, `parts`."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Find and read the files behind pages within bounds. A name from a URL is looked up, never used as a path."""
+"""Find and read the files behind the pages, within bounds. A name from a URL is looked up, never used as a path."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fedveil.records import audit_log
 from fedveil.sanitize import sanitize
 
 MOST_RUNS = 200
-MOST_BYTES = 64 << 20  # bytes of one file
-MOST_LINES = 200  # shown lines of a log
-_MOST_ENTRIES = 10_000  # inspected entries of a folder
+MOST_BYTES = 64 << 20  # maximum bytes in one file
+MOST_LINES = 200  # maximum log lines to show
+_MOST_ENTRIES = 10_000  # maximum folder entries to inspect
 _TAIL_BYTES = 1 << 20
 _STATUS = ("status.json", "config.json")
 _READ = (
@@ -42,8 +42,8 @@ class RunLocation:
     """A run's folder.
 
     Attributes:
-        key: its name in a URL: the folder's name, preceded by its group's name and ":" if it has one.
-        federation: the run's federation, if several are shown; its name and ":" begin the key.
+        key: its name in a URL: the folder's name, with its group's name and ":" in front if it is in a group.
+        federation: the run's federation, if several are shown; the key then begins with its name and ":".
     """
 
     key: str
@@ -58,9 +58,9 @@ class RunLocation:
 
 
 def find_runs(folders: Mapping[str, Path]) -> dict[str, RunLocation]:
-    """Return the runs in these folders and their subfolders, by key, the newest first; links are not followed.
+    """Return the runs in these folders and their subfolders, by key, newest first, without following links.
 
-    `folders`: by federation, "" if there is only one folder.
+    `folders`: run folders by federation, which is "" if there is only one folder.
     """
     runs: dict[str, RunLocation] = {}
     for federation, folder in folders.items():
@@ -74,7 +74,7 @@ def find_runs(folders: Mapping[str, Path]) -> dict[str, RunLocation]:
 
 
 def find_logs(folders: Mapping[str, Path], places: Iterable[RunLocation]) -> dict[str, tuple[str, Path]]:
-    """Find the audit logs next to the runs; returns federation and file by the log's name in a URL."""
+    """Return the audit logs next to the runs: federation and file, by the log's name in a URL."""
     beside = [(place.federation, place.folder.parent) for place in places]
     logs = {}
     for federation, parent in dict.fromkeys([*folders.items(), *beside]):
@@ -84,12 +84,12 @@ def find_logs(folders: Mapping[str, Path], places: Iterable[RunLocation]) -> dic
 
 
 def find_run(place: RunLocation) -> RunView:
-    """Load the run there. Raises StateError if it cannot be read or is too large."""
+    """Load the run at `place`. Raises StateError if it cannot be read or is too large."""
     for name, about in _regular(place.folder, _READ).items():
         require_bounded(place.folder / name, about.st_size)
     try:
         run = load_run(place.folder)
-        # Evaluate its lines once here, so that a page that lists many runs detects a damaged one.
+        # Evaluate the run's lines once here, so that a page with many runs detects a damaged run.
         for name in run.final:
             run.curve(name)
         (
@@ -103,11 +103,11 @@ def find_run(place: RunLocation) -> RunView:
         )
         return run
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
-        raise StateError(f"{place.folder}: expected the files of a run, found {error!r}; try fedveil report") from None
+        raise StateError(f"{place.folder}: expected a run's files, found {error!r}; try fedveil report") from None
 
 
 def flower_number(place: RunLocation) -> str:
-    """Return Flower's number of the run; "" if its folder has none."""
+    """Return Flower's run ID for the run; "" if its folder has none."""
     if not _regular(place.folder, (_NUMBER,)):
         return ""
     try:
@@ -118,18 +118,18 @@ def flower_number(place: RunLocation) -> str:
 
 
 def with_status(place: RunLocation, found: RunView) -> RunView:
-    """Return `found` with its current status, because a process may end without writing to a file."""
+    """Return `found` with its current status, which can change without a write, when a process dies."""
     return replace(found, status=status_of(place.folder))
 
 
 def require_bounded(file: Path, size: int) -> None:
-    """Raise StateError for a file that is too large to be read here."""
+    """Raise StateError for a file that is too large to read here."""
     if size > MOST_BYTES:
         raise StateError(f"{file.name}: expected at most {MOST_BYTES:,} bytes for display here, found {size:,}")
 
 
 def file_stamps(files: Iterable[Path]) -> Stamp:
-    """Return name, size and time of the regular files among these; they change with the content."""
+    """Return the name, size and time of each regular file in `files`; these change with the content."""
     stamps = []
     for file in files:
         if file.name in (about := _regular(file.parent, (file.name,))):
@@ -138,12 +138,12 @@ def file_stamps(files: Iterable[Path]) -> Stamp:
 
 
 def run_stamp(place: RunLocation) -> Stamp:
-    """Return the stamp of a run's files."""
+    """Return the stamp for a run's files."""
     return file_stamps(place.folder / name for name in _READ)
 
 
 def tail_log(file: Path, most: int = MOST_LINES) -> list[dict[str, Any]]:
-    """Return a log's last lines unverified, the newest first: at most `most`, from the last 1 MiB."""
+    """Return a log's last lines, unverified, newest first: at most `most` lines from the last 1 MiB."""
     with file.open("rb") as log:
         size = log.seek(0, os.SEEK_END)
         log.seek(max(0, size - _TAIL_BYTES))

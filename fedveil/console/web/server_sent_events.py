@@ -1,9 +1,8 @@
-"""Server-sent events: notify an open page that its content has changed, so that it reloads itself.
+"""Server-sent events: notify an open page that its content has changed, so that it refreshes itself.
 
-    GET events?page=PATH&seen=STATE      text/event-stream: `event: changed` with the new state; a comment now and then
+    GET events?seen=STATE      text/event-stream: `event: changed` with the new state; a comment now and then
 
-The content is thus rendered in one place only. A page without its script is complete; it only does not
-refresh.
+So content is rendered in only one place. Without its script, a page is complete but does not refresh.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 MOST = 16  # concurrent streams
-_LIFE = 3600.0  # seconds; the browser then reconnects
+_LIFE = 3600.0  # seconds, after which the browser reconnects
 _POLL = 1.0
 _BEAT = 15.0  # seconds between comments, which detect a client that has gone
 
 
 class EventStreams:
-    """The open streams of one dashboard. `ending`: whether it is about to end."""
+    """A dashboard's open streams. `ending` returns whether the dashboard is about to end."""
 
     def __init__(self, ending: Callable[[], bool], most: int = MOST, poll: float = _POLL) -> None:
         self._ending, self._most, self._poll = ending, most, poll
         self.open = 0
 
     def of(self, state: Callable[[], str], seen: str) -> Response:
-        """Return a stream that reports when `state` differs from `seen`, and each later change."""
+        """Return a stream that reports when `state` differs from `seen`, and every later change."""
         if self.open >= self._most:
             return PlainTextResponse("too many pages are open at once; close one\n", 503, {"Retry-After": "60"})
         self.open += 1

@@ -1,4 +1,4 @@
-"""Dashboard pages for the operator of a federation: its members, runs, sites, and audit logs."""
+"""Dashboard pages for a federation's operator: members, runs, sites and audit logs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from fedveil.sanitize import sanitize
 
 LINKS = (("", "Runs"), ("sites", "Sites"), ("logs", "Audit logs"))
 _MOST_KEPT = 64  # cached runs
-_SUMMED = 50  # runs counted on the page of sites
+_SUMMED = 50  # runs counted on the Sites page
 _CURVES = 12
 _POLL = 0.9
 _NOT_IN_LOG = "not in the log"
@@ -47,12 +47,12 @@ _NOT_IN_LOG = "not in the log"
 
 @dataclass
 class ServerViews:
-    """Pages on runs in folders, and on federations created by `fedveil provision`.
+    """Pages about runs in folders and about federations made by `fedveil provision`.
 
     Attributes:
-        runs: run folders by federation; "" if there is only one, or if the runs' federation is unknown.
+        runs: run folders by federation, which is "" if there is only one or if it is unknown.
         federations: folders by federation name.
-        base: prefix of every path.
+        base: the prefix of every path.
     """
 
     runs: Mapping[str, Path]
@@ -67,7 +67,7 @@ class ServerViews:
         self._members = DashboardFederations(self.federations, self.later)
 
     def view(self, path: Sequence[str]) -> PageView:
-        """Return the page at a path. Raises PageNotFound, FedVeilError."""
+        """Return the page at a path. Raises PageNotFound or FedVeilError."""
         match list(path):
             case []:
                 return self._home()
@@ -99,11 +99,11 @@ class ServerViews:
     def _place(self, key: str) -> RunLocation:
         places = safe_files.find_runs(self.runs)
         if key not in places:
-            raise PageNotFound(f'no run is named "{sanitize(key, 80)}"; the page Runs lists all {len(places)}')
+            raise PageNotFound(f'no run is named "{sanitize(key, 80)}"; the Runs page lists all {len(places)}')
         return places[key]
 
     def _loaded(self, place: RunLocation) -> RunView:
-        """Return the run, read again if one of its files has changed. Raises StateError."""
+        """Return the run, reloading it if one of its files has changed. Raises StateError."""
         stamp = safe_files.run_stamp(place)
         with self._lock:
             cache_entry = self._kept.get(place.key)
@@ -116,7 +116,7 @@ class ServerViews:
         return safe_files.with_status(place, cache_entry[1])
 
     def _read(self, places: Sequence[RunLocation]) -> tuple[list[tuple[RunLocation, RunView]], list[tuple[str, str]]]:
-        """Return the readable runs, and name and reason for the others."""
+        """Return the readable runs, and the name and error for each unreadable run."""
         loaded_runs, broken = [], []
         for place in places:
             try:
@@ -157,17 +157,17 @@ class ServerViews:
         return PageView("home.html", "Runs", about)
 
     def _starting(self, places: Sequence[RunLocation]) -> list[list[object]]:
-        """Return a row for each run that Flower has and that has written no folder yet."""
+        """Return a row for each run that Flower lists but that has not written a folder yet."""
         known = {(self._members.whose(place.federation), safe_files.flower_number(place)) for place in places}
         return [
             [*([federation] if self._column() else []), f"number {number}", None, state_badge("starting"),
-             *([None] * 6), f"Flower has it as {status}; it has written no run folder here yet"]
+             *([None] * 6), f"Flower lists it as {status}; it has not written a run folder here yet"]
             for (federation, number), status in self._members.unfinished_runs().items()
             if (federation, number) not in known
         ]  # fmt: skip
 
     def _column(self) -> list[str]:
-        """Return the heading of the federation column, if there are several federations."""
+        """Return the heading for the federation column if there are several federations; otherwise []."""
         return ["federation"] if len(self.federations) > 1 else []
 
     def _federation(self, place: RunLocation) -> list[str]:
@@ -213,7 +213,7 @@ class ServerViews:
         return PageView("sites.html", "Sites", about)
 
     def _last_uploads(self) -> dict[tuple[str, str], str]:
-        """Return the time of each (federation, site)'s last upload, from the ends of the logs."""
+        """Return the time of the last upload from each (federation, site), from the ends of the logs."""
         upload_times: dict[tuple[str, str], str] = {}
         places = safe_files.find_runs(self.runs)
         for federation, file in safe_files.find_logs(self.runs, places.values()).values():
@@ -224,7 +224,7 @@ class ServerViews:
         return upload_times
 
     def _privacy(self, place: RunLocation, run: RunView) -> list[str]:
-        """Return the run's privacy cost to its sites' records, which takes seconds of accounting."""
+        """Return the run's privacy cost for its sites' records, which takes seconds to compute."""
         answer = self.later.ask(
             ("privacy", place.key), safe_files.run_stamp(place), lambda: privacy_statements.privacy_statements(run)
         )
@@ -242,7 +242,7 @@ class ServerViews:
     def _log(self, name: str) -> PageView:
         files = self._log_files()
         if name not in files:
-            raise PageNotFound(f'no log is named "{sanitize(name, 80)}"; the page Audit logs lists all {len(files)}')
+            raise PageNotFound(f'no log is named "{sanitize(name, 80)}"; the Audit logs page lists all {len(files)}')
         about = {
             "verdict": log_verdict(self.later, files[name]),
             "name": name,
@@ -295,10 +295,10 @@ class ServerViews:
 
 
 def _left(run: RunView, word: str) -> str:
-    """Return how many sites are left in a run that goes on or has completed; "" if all are."""
+    """Return how many sites remain in a running or completed run; "" if all do."""
     return per_site.sites_left(run) if word in ("running", "completed") else ""
 
 
 def _now(run: RunView, word: str) -> str:
-    """Return the round state of a running run; "" for other runs."""
+    """Return the state of a running run's round; "" for other runs."""
     return round_progress(run.folder) if word == "running" else ""

@@ -2,9 +2,9 @@
 
 | a client ... | result |
 |---|---|
-| that sends no complete request, or stops sending | a disconnect within 10 to 20 seconds, to free its slot |
-| that reads slowly | its response, without delaying others |
-| that sends a header of more than 16 kB | 400 |
+| that sends no complete request, or stops sending | is disconnected within 10 to 20 seconds, to free its slot |
+| that reads slowly | gets its response without delaying other clients |
+| that sends more than 16 kB of headers | gets a 400 |
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def require_loopback(host: str) -> None:
 
 
 def open_listener(port: int) -> socket.socket:
-    """Return a socket on the loopback only; 0 is any free port. Raises ConfigError if the port is unavailable."""
+    """Return a loopback-only socket; 0 means any free port. Raises ConfigError if the port is unavailable."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -53,7 +53,7 @@ def open_listener(port: int) -> socket.socket:
 
 
 class _Bounded(H11Protocol):
-    """A connection that is checked every ten seconds, and closed if it has no response in progress."""
+    """A connection that is checked every ten seconds and closed if no response is in progress."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -69,7 +69,7 @@ class _Bounded(H11Protocol):
 
 
 class _Announced(uvicorn.Server):
-    """Announces that it serves only once signals end it cleanly; an earlier signal would interrupt its start."""
+    """Announces that it is serving only once signals end it cleanly; an earlier signal would interrupt its start."""
 
     announce: Callable[[], None] = staticmethod(lambda: None)
 
@@ -79,7 +79,7 @@ class _Announced(uvicorn.Server):
 
 
 class DashboardServer:
-    """One listening dashboard; `run` serves it. `app_of` builds its pages from its credentials and an end check."""
+    """A listening dashboard, served by `run`. `app_of` builds its pages from its credentials and an end check."""
 
     def __init__(self, port: int, app_of: Callable[[DashboardCredentials, Callable[[], bool]], ASGIApp]) -> None:
         self._socket = open_listener(port)
@@ -93,7 +93,7 @@ class DashboardServer:
         self._server = _Announced(config)
 
     def run(self, announce: Callable[[], None] = lambda: None) -> None:
-        """Serve until `end`, SIGINT or SIGTERM; call `announce` once signals are handled."""
+        """Serve until `end`, SIGINT or SIGTERM; call `announce` once signal handlers are in place."""
         self._server.announce = announce
         self._server.run(sockets=[self._socket])
 

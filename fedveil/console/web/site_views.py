@@ -1,4 +1,4 @@
-"""Dashboard pages of a site: uploads, refusals, the privacy ledger, and the worker's activity."""
+"""Dashboard pages for a site: uploads, refusals, the privacy ledger, and worker activity."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _UNBOUNDED = html_tag("span", "no bound", "tag failed")
 
 @dataclass(frozen=True)
 class _Left:
-    """Summary of the audit log. `runs`: (run, site) with uploads, bytes up and down, time of the last upload."""
+    """A summary of the audit log. `runs`: uploads, bytes up, bytes down and last upload time, by (run, site)."""
 
     runs: dict[tuple[str, str], tuple[int, int, int, str]]
     events: Counter[str]
@@ -50,7 +50,7 @@ class _Left:
 
 @dataclass
 class SiteViews:
-    """Pages on a site's state folder. Set `policy` and `key_file` if `fedveil site start` has not saved them."""
+    """Pages about a site's state folder. Set `policy` and `key_file` if `fedveil site start` has not saved them."""
 
     state_dir: Path
     policy: str = ""
@@ -59,7 +59,7 @@ class SiteViews:
     _state: tuple[float, str] = (0.0, "")
 
     def view(self, path: Sequence[str]) -> PageView:
-        """Return the page at a path. Raises PageNotFound, FedVeilError."""
+        """Return the page at a path. Raises PageNotFound or FedVeilError."""
         match list(path):
             case []:
                 return self._home()
@@ -70,7 +70,7 @@ class SiteViews:
     def state(self) -> str:
         """Return a digest of all page content, updated at most once a second regardless of the number of requests."""
         if time.monotonic() - self._state[0] > _POLL:
-            # Includes whether the site is heard, not when: otherwise every heartbeat would refresh the page.
+            # Include whether the server hears the site, not when: otherwise, every heartbeat would refresh the page.
             silent = [name for name, said in self._heartbeats().items() if said.startswith("not")]
             does = [*(_where(worker) for worker in self._workers()[0]), *silent]
             turns = self.state_dir.expanduser().glob("workers/*/turns.jsonl")
@@ -125,13 +125,13 @@ class SiteViews:
         return PageView("site.html", f"Site {about['sites']}" if sites else "This site", about)
 
     def _names(self, found: _Left | None) -> list[str]:
-        """Return the sites of this folder, from the settings saved by `fedveil site start` and the log."""
+        """Return this folder's sites, from the settings saved by `fedveil site start` and from the log."""
         noted_ = [file.stem for file in self.state_dir.expanduser().glob("*.toml")]
         logged = [site for _, site in found.runs] if found else []
         return [sanitize(name, 80) for name in sorted({*noted_, *logged} - {""})][:_MOST_NAMES]
 
     def _federation(self, sites: list[str]) -> str:
-        """Return the federation of the sites, as saved by `fedveil site start --kit`."""
+        """Return the sites' federation, as saved by `fedveil site start --kit`."""
         federations = {site: noted_federation(self.state_dir, site) or "not known" for site in sites}
         if len(set(federations.values())) <= 1:
             return next(iter(federations.values()), "not known")
@@ -148,7 +148,7 @@ class SiteViews:
         )
 
     def _workers(self) -> tuple[list[WorkerStatus], str]:
-        """Return the running workers, or none and the reason why they are unknown. A worker's report is untrusted,
+        """Return the running workers, or [] and the reason why they are unknown. A worker's report is untrusted,
         because a worker runs bundled code."""
         try:
             return list_workers(self.state_dir), ""
@@ -157,9 +157,7 @@ class SiteViews:
 
     def _whole_log(self) -> PageView:
         if not safe_files.file_stamps([self._log]):
-            raise PageNotFound(
-                f"expected an audit log at {self._log}, found none; the first message of a run creates it"
-            )
+            raise PageNotFound(f"expected an audit log at {self._log}, found none; a run's first message creates it")
         about = {"verdict": log_verdict(self.later, self._log), "name": "of this site", "file": str(self._log)}
         return PageView(
             "log.html",
@@ -169,14 +167,14 @@ class SiteViews:
 
 
 def _rows(ledger: LedgerStanding) -> list[list[object]]:
-    """Return a row for each party: what holds over all runs, what is left of it, and the composed figure."""
+    """Return a row for each party: the guarantee over all runs, the remaining epsilon, and the composed figure."""
     budget = ledger.budget
     left = _UNBOUNDED if budget.epsilon == math.inf else f"{math.floor(ledger.left * 1000) / 1000:g}"
     return [[one.party.value, bound_of(one, budget), left, if_planned(one, budget)] for one in ledger.parties]
 
 
 def _ledger_note(standing: CachedAnswer[LedgerStanding]) -> str:
-    """Return why the ledger is missing, or its problem, or the age of an old answer; "" if all is well."""
+    """Return why the ledger is missing, or its problem, or the age of an outdated answer; "" if all is well."""
     if standing.value is None:
         return standing.why or "computing"
     return standing.value.problem or ("" if standing.is_new else standing.since)

@@ -1,1 +1,1 @@
-"""Signatures of instructions and replies from the ServerApp's process to the guard at a site, and back."""
+"""Signatures on instructions from the ServerApp process to a site's guard, and on the guard's replies."""

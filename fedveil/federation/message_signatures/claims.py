@@ -1,25 +1,25 @@
-"""The claims that a signature of an instruction or a reply covers, and their only encoding.
+"""The claims covered by the signature on an instruction or a reply, and their only encoding.
 
     signed = b"fedveil instruction 1\n" + canonical JSON of `InstructionClaims`
              b"fedveil reply 1\n"       + canonical JSON of `ReplyClaims`
 
-Canonical JSON: one object with exactly the fields of the class, sorted, without spaces, in ASCII. Its values are texts
-and whole numbers. The verifier builds the claims from values that it knows or has measured. A message never contains
-claims, so nothing has to be parsed, and no message can state what its own signature covers.
+Canonical JSON is one object with exactly the fields of the class, sorted, without spaces, in ASCII. Its values are
+strings and whole numbers. The verifier builds the claims from values that it knows or has measured. A message never
+contains claims, so nothing has to be parsed, and no message can state what its own signature covers.
 
-Formal guarantees, while Ed25519 and SHA-256 hold and the private keys stay secret, against an adversary who controls
-the network, the SuperLink and every site but the signer:
+Formal guarantees, as long as Ed25519 and SHA-256 are secure and the private keys stay secret, against an adversary that
+controls the network, the SuperLink and every site but the signer:
 - an instruction that verifies was made by the holder of the instruction key for this site, node, Flower run, round and
   attempt, with this bundle, run config, order and message;
-- a reply that verifies was made by the holder of the site's signing key, in answer to this very instruction, which has
-  a nonce of its own;
-- a signature of one class verifies for no claims of the other, and for no other text that FedVeil signs.
+- a reply that verifies was made by the holder of the site's signing key, in answer to exactly this instruction, which
+  has its own nonce;
+- a signature of one class does not verify for claims of the other, or for any other text that FedVeil signs.
 
 | case | result |
 |---|---|
 | the key has small order | nothing verifies (fedveil.federation.secagg.crypto) |
-| the signature record has another version, another key or another type | WireError |
-| the same instruction comes twice | it verifies twice; the site counts how often it serves it (max-retries) |
+| the signature record has a different version, key or type | WireError |
+| the same instruction arrives twice | both verify; the site limits how often it answers an instruction (max-retries) |
 | a value with a lone surrogate, or a number of 2^53 or more | WireError, before anything is signed |
 """
 
@@ -35,10 +35,10 @@ from fedveil.errors import WireError
 from fedveil.federation.secagg import crypto
 from fedveil.sanitize import sanitize
 
-RECORD = "signature"  # name of the record that carries a signature, in an instruction and in a reply
+RECORD = "signature"  # name of the record that carries the signature in an instruction or a reply
 VERSION = 1
-CLOCK_SECONDS = 300  # by which a site's clock may differ from the server's
-KINDS = {"train": "train", "query.secure": "secure"}  # by Flower's type of a message
+CLOCK_SECONDS = 300  # maximum difference between a site's clock and the server's
+KINDS = {"train": "train", "query.secure": "secure"}  # by Flower message type
 _GREATEST = 1 << 53
 _DOWN = {"version": int, "key": str, "signature": str, "issued": int, "until": int, "nonce": str}
 _UP = {"version": int, "key": str, "signature": str}
@@ -50,7 +50,7 @@ class _Claims:
     PURPOSE: ClassVar[str]
 
     def signed_bytes(self) -> bytes:
-        """Return the bytes that are signed. Raises WireError for a value that has no canonical form."""
+        """Return the bytes that are signed. Raises WireError for a value without a canonical form."""
         values = self.as_evidence()
         for name, value in values.items():
             if type(value) is int and 0 <= value < _GREATEST:
@@ -77,15 +77,15 @@ class InstructionClaims(_Claims):
 
     Attributes:
         federation: 32 hex digits, drawn once for each federation.
-        flower_run, node: Flower's numbers, in decimal: nothing of an earlier run or before a resume counts.
-        run, round, attempt, site: the values of the instruction.
-        kind: "train" or "secure"; it fits Flower's type of the message.
+        flower_run, node: Flower's IDs, in decimal, so that nothing from an earlier run or from before a resume counts.
+        run, round, attempt, site: the instruction's values.
+        kind: "train" or "secure", matching the Flower message type.
         app: SHA-256 of the bundle.
         config: digest of the flat run config.
         order, settings: digests of the records `order` and `config`.
         content: digest of the message.
         issued, until: seconds since 1970.
-        nonce: 32 hex digits drawn for each instruction, so that no two are equal.
+        nonce: 32 random hex digits, drawn for each instruction.
     """
 
     PURPOSE = "fedveil instruction 1\n"
@@ -113,10 +113,10 @@ class ReplyClaims(_Claims):
     """The claims of a reply.
 
     Attributes:
-        federation .. app: as in the instruction that it answers.
+        federation .. app: as in the instruction that this reply answers.
         content: digest of the upload.
         instruction: digest of the instruction's claims.
-        log: head of the site's audit log behind the line about this reply, "LINES:HASH".
+        log: head of the site's audit log after the line about this reply, "LINES:HASH".
     """
 
     PURPOSE = "fedveil reply 1\n"
@@ -144,7 +144,7 @@ def answer_claims(asked: InstructionClaims, content: str, log: str) -> ReplyClai
 
 
 def key_id(public: str) -> str:
-    """Return the short name of a public key in hex: 16 hex digits."""
+    """Return the short name, 16 hex digits, of a hex public key."""
     return hashlib.sha256(b"fedveil key 1\n" + bytes.fromhex(public)).hexdigest()[:16]
 
 
@@ -155,7 +155,7 @@ def sign(claims: InstructionClaims | ReplyClaims, private: bytes) -> dict[str, s
 
 
 def is_signed(claims: InstructionClaims | ReplyClaims, public: str, record: Mapping[str, Any]) -> bool:
-    """Return whether a parsed signature record signs these claims by a public key in hex."""
+    """Return whether a parsed signature record is a valid signature of these claims under a hex public key."""
     signature = bytes.fromhex(record["signature"])
     return bool(record["key"] == key_id(public)) and crypto.is_signed(
         bytes.fromhex(public), signature, claims.signed_bytes()
@@ -163,7 +163,7 @@ def is_signed(claims: InstructionClaims | ReplyClaims, public: str, record: Mapp
 
 
 def read_signature(record: Mapping[str, Any], is_instruction: bool) -> dict[str, Any]:
-    """Return a signature record with its form checked; the signature itself is not. Raises WireError."""
+    """Check the form of a signature record, not the signature itself, and return the record. Raises WireError."""
     form = _DOWN if is_instruction else _UP
     if set(record) != set(form) or any(type(record[name]) is not kind for name, kind in form.items()):
         raise WireError(f"signature: expected a record with {', '.join(form)}, found a different form")

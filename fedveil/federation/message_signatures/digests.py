@@ -1,6 +1,6 @@
-"""Digests of what a signature covers: the bytes of a message, and a record of settings.
+"""Digests of signed content: a message's bytes, and a record of settings.
 
-    content = SHA-256 of the message's bytes, slice after slice: nothing is parsed before a signature is verified
+    content = SHA-256 of the message's bytes, slice by slice: nothing is parsed before a signature is verified
     record  = SHA-256("fedveil record 1\\n" + canonical JSON of {key: [tag, text]})
 
 | value of a record | tag | text |
@@ -8,11 +8,11 @@
 | bool | b | 0 or 1 |
 | int | i | decimal |
 | float | f | float.hex() |
-| str | s | as it is |
+| str | s | unchanged |
 | bytes | y | hexadecimal digits |
-| list | [ and the tag of its items; only [ for an empty one | a list of the items' texts |
+| list | [ and the tag of its items; only [ for an empty list | a list of the items' texts |
 
-Without tags 1.5 and the text "0x1.8p+0" would have one digest, and so would the bytes ab and the text "ab".
+Without tags, 1.5 and the text "0x1.8p+0" would have the same digest, as would the bytes ab and the text "ab".
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RECORD = b"fedveil record 1\n"
 
 
 def digest_record(record: Mapping[str, Any]) -> str:
-    """Return the digest of a flat record, 64 hex digits. Raises WireError for a value that no such record has."""
+    """Return the digest of a flat record, 64 hex digits. Raises WireError for a value of any other type."""
     try:
         tagged = {str(key): _tagged(value) for key, value in record.items()}
         text = json.dumps(tagged, sort_keys=True, separators=(",", ":")).encode()
@@ -43,7 +43,7 @@ def digest_record(record: Mapping[str, Any]) -> str:
 
 
 def digest_content(slices: Iterable[Buffer]) -> str:
-    """Return the digest of a message in slices, 64 hex digits. The positions of the cuts do not matter."""
+    """Return the digest of a sliced message, 64 hex digits. Where the message was sliced does not matter."""
     hasher = hashlib.sha256()
     for part in slices:
         hasher.update(part)

@@ -1,19 +1,19 @@
-"""Signed messages as evidence: claims and signature of an audit log's line, in a file that anyone can check.
+"""Signed messages as evidence: the claims and signature from an audit log line, in a file that anyone can check.
 
     {"signature": 128 hex digits, "statement": "fedveil reply 1\\n{...}"}
 
-`statement` is what was signed, as text in ASCII. A checker needs this file and the signer's public key, and neither
-the log nor a state folder of FedVeil.
+`statement` is the signed text, in ASCII. A checker needs only this file and the signer's public key, not the log or a
+FedVeil state folder.
 
-Formal guarantee, while Ed25519 holds: a file that verifies by a public key was signed by the holder of its private
-half, who cannot deny the message that it names. It does not show that the message arrived or counted.
+Formal guarantee, as long as Ed25519 is secure: a file that verifies under a public key was signed by the holder of the
+private key, who cannot deny the message that it names. It does not show that the message arrived or counted.
 
 | file | result |
 |---|---|
-| another public key, a changed byte in the statement or the signature | EvidenceError: not signed by this key |
-| a text that is no instruction and no reply, though the key signed it (a request to register, a run) | EvidenceError |
-| claims with a field too many or too few, in another order, with blanks, or a name twice | EvidenceError |
-| a public key of small order, which fits many messages | EvidenceError: not signed by this key |
+| a different public key, a changed byte in the statement or the signature | EvidenceError: not signed by this key |
+| text signed by the key that is neither an instruction nor a reply (a request to register, a run) | EvidenceError |
+| claims with missing or extra fields, in a different order, with spaces, or with a duplicate name | EvidenceError |
+| a public key of small order, which verifies for many messages | EvidenceError: not signed by this key |
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from fedveil.federation.message_signatures.claims import InstructionClaims, Repl
 from fedveil.federation.secagg import crypto
 from fedveil.sanitize import sanitize
 
-MOST_BYTES = 1 << 16  # of a file; the longest claims that a log holds take a quarter
-_IN_LINE = {"instruction": InstructionClaims, "signed": ReplyClaims}  # the line's field, by what was signed
+MOST_BYTES = 1 << 16  # maximum file size; the longest claims in a log take a quarter of it
+_IN_LINE = {"instruction": InstructionClaims, "signed": ReplyClaims}  # the log line's field for each kind of claims
 _SIGNATURE, _KEY = re.compile(r"[0-9a-f]{128}"), re.compile(r"[0-9a-f]{64}")
 
 
 class EvidenceError(WireError):
-    """A line without a signed message, or a file that does not show what it should."""
+    """A line without a signed message, or a file that does not prove what it should."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Evidence:
     """A signed message.
 
     Attributes:
-        claims: what its signer said of it.
+        claims: the signer's statements about the message.
         signature: 128 hex digits.
     """
 
@@ -53,13 +53,13 @@ class Evidence:
 
     @classmethod
     def from_line(cls, line: Mapping[str, Any]) -> Evidence:
-        """Return the signed message in a line of an audit log. Raises EvidenceError if it holds none."""
+        """Return the signed message in an audit log line. Raises EvidenceError if there is none."""
         for field, kind in _IN_LINE.items():
             if field in line:
                 return cls._from_fields(kind, line[field])
         raise EvidenceError(
             f"line {sanitize(line.get('n'), 20)}, {sanitize(line.get('event'), 40)}: expected a signed message, found "
-            'none; where messages are signed, a site\'s lines "admitted" and a server\'s lines "accepted" hold them'
+            'none; if messages are signed, they are in a site\'s "admitted" lines and a server\'s "accepted" lines'
         )
 
     @classmethod
@@ -85,7 +85,7 @@ class Evidence:
 
     @classmethod
     def from_json(cls, text: bytes) -> Evidence:
-        """Return the signed message in a file. Raises EvidenceError unless the file is as `to_json` writes it."""
+        """Return the signed message in a file. Raises EvidenceError unless the file has the form `to_json` writes."""
         try:
             content: Any = json.loads(text) if len(text) <= MOST_BYTES else {}
             statement, signature = content["statement"], content["signature"]
@@ -98,21 +98,21 @@ class Evidence:
             right = False
         if not right:
             raise EvidenceError(
-                "evidence: expected a file as `fedveil log prove` writes it, found a different form; copy it unchanged"
+                "evidence: expected a file written by `fedveil log prove`, found a different form; copy it unchanged"
             )
         return made
 
     def to_json(self) -> str:
-        """Return the file's text, without a line end."""
+        """Return the file's text, without a trailing newline."""
         statement = self.claims.signed_bytes().decode("ascii")
         return json.dumps({"signature": self.signature, "statement": statement}, sort_keys=True, indent=1)
 
     def require_signer(self, public: str) -> None:
         """Raise EvidenceError unless the holder of a public key, 64 hex digits, signed these claims."""
         if not _KEY.fullmatch(public):
-            raise EvidenceError("key: expected 64 hex digits, found a different text; copy the public key whole")
+            raise EvidenceError("key: expected 64 hex digits, found a different text; copy the whole public key")
         if not crypto.is_signed(bytes.fromhex(public), bytes.fromhex(self.signature), self.claims.signed_bytes()):
             raise EvidenceError(
-                f"evidence: expected a message that was signed by the key {public[:16]}..., found that it was not; it "
-                "was changed, or another key signed it"
+                f"evidence: expected a message signed by the key {public[:16]}..., found one that is not; it was "
+                "changed, or another key signed it"
             )

@@ -1,13 +1,13 @@
-"""The files of message signatures: the keys that a site pins, and the sites' keys at the server.
+"""The key files for message signatures: the keys that a site pins, and the sites' keys on the server.
 
     instruction-keys.toml    in a site's kit     federation = "32 hex digits"
                                                  keys = ["64 hex digits", "64 hex digits"]   current and standby
     signers.json             server/roster/      {"federation", "signatures": "optional" or "required",
                                                   "sites": {NAME: {"node", "signing", "state", "signs", "until"}}}
 
-`signs` says that the site's kit pins the instruction keys, so that the site signs its replies. It is never learned from
-traffic: an adversary who can suppress signatures could otherwise teach the server to expect none. A file of an earlier
-release has no `until`.
+`signs` means that the site's kit pins the instruction keys, so the site signs its replies. It is never learned from
+traffic: an adversary that can suppress signatures could otherwise teach the server to expect none. A file from an
+earlier release has no `until`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FEDERATION, _KEY = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class InstructionKeys:
-    """The public keys by which a site knows its server's instructions.
+    """The public keys with which a site verifies its server's instructions.
 
     Attributes:
         federation: 32 hex digits.
@@ -71,7 +71,7 @@ class InstructionKeys:
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256, in hex, of the federation and the keys in their order, however the file is written."""
+        """Return the hex SHA-256 of the federation and the keys in order, regardless of the file's formatting."""
         return hashlib.sha256(crypto.context_bytes("instruction keys file", self.federation, *self.keys)).hexdigest()
 
     def to_toml(self) -> str:
@@ -85,11 +85,11 @@ class SiteSigner:
     """A site's entry in signers.json.
 
     Attributes:
-        node: Flower's number of the site's node, in decimal; "" if it has none.
+        node: the site's Flower node ID, in decimal; "" if it has none.
         signing: its public signing key, 64 hex digits; "" if it has none.
-        state: "registered", or why it is not.
-        signs: its kit pins the instruction keys.
-        until: last moment of its registration, in ISO format with a time zone; "" if it has none.
+        state: "registered", or the reason why it is not.
+        signs: True if its kit pins the instruction keys.
+        until: when its registration expires, in ISO format with a time zone; "" if it does not expire.
     """
 
     node: str
@@ -104,7 +104,7 @@ class SiteSigners:
     """The sites' signing keys, as the ServerApp reads them.
 
     Attributes:
-        required: a site that does not sign does not count.
+        required: True if replies from sites that do not sign do not count.
         sites: the sites by name.
     """
 
@@ -114,7 +114,7 @@ class SiteSigners:
 
     @classmethod
     def from_json(cls, content: Any) -> SiteSigners:
-        """Return the parsed file. Raises ValueError, KeyError, TypeError or AttributeError for another form."""
+        """Return the parsed file. Raises ValueError, KeyError, TypeError or AttributeError if it is malformed."""
         _require_federation(content["federation"])
         if content["signatures"] not in ("optional", "required"):
             raise ValueError('expected signatures to be "optional" or "required"')
@@ -148,7 +148,7 @@ class SiteSigners:
 
 
 def require_moment(text: object) -> None:
-    """Raise ValueError for anything but a time in ISO format with a time zone."""
+    """Raise ValueError unless `text` is a time in ISO format with a time zone."""
     if type(text) is not str or datetime.fromisoformat(text).tzinfo is None:
         raise ValueError("expected `until` as a time in ISO format with a time zone")
 

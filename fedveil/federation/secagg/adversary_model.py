@@ -1,29 +1,29 @@
-"""State which adversary a run of secure aggregation holds against.
+"""State which adversaries a secure aggregation run withstands.
 
-A cohort has m sites, q of them sign the list of a sum, t shares open a secret, a sum has at least K sites,
-and c sites work with the server. L = max(q, K).
+A cohort has m sites, of which q sign the list of a sum; t shares reveal a secret; a sum has at least K sites;
+and c sites collude with the server. L = max(q, K).
 
 | adversary | sees of the other sites' uploads no more than | if |
 |---|---|---|
-| a server that follows the protocol (honest but curious), and c sites | one sum of each round | c < t, c <= L - 2,
-  or K - 2 where sites send different entries, by a table (`Method.plans_entries`);
-  with neighbors c <= secure.max-colluders, for which every site checks the graph |
-| a server that lies, and c sites | one sum of a plan, with at least L - c honest sites; of all sums of a round together
-  nothing with fewer than q - c honest sites | every site's policy names one roster, requires secure
-  aggregation and admits only known code,
+| a server that follows the protocol (honest but curious), and c sites | one sum per round | c < t, and c <= L - 2,
+  or c <= K - 2 if a table assigns sites different entries (`Method.plans_entries`);
+  with neighbors, also c <= secure.max-colluders, for which every site checks the graph |
+| a server that lies, and c sites | one sum per plan, with at least L - c honest sites; from all of a round's sums
+  together, nothing about fewer than q - c honest sites | every site's policy names one roster, requires secure
+  aggregation and admits only known code, and
   2 q > m + c, t > c, L - c >= 2 |
 | a server that lies, without a roster | everything | - |
 
-With secure.whole-cohort no share exists: L = m in both rows, and c <= L - 2 suffices. A site then masks once a round,
-so all sums of a round together are one.
+With secure.whole-cohort there are no shares: L = m in both rows, and c <= L - 2 suffices. A site then masks only once
+per round, so the round has only one sum.
 
-A server that lies chooses the run config, the cohort and the plan. So what a site can count on is the least that its
-policy accepts: `EnforcedBounds`. That leaves c sites, those of the policy's min-colluders: with c of them every plan
-that passes has 2 q > m + c, t > c and L >= c + 2, and some plan has no more.
+A server that lies chooses the run config, the cohort and the plan. So a site can count only on the minimum that its
+policy accepts: `EnforcedBounds`. There c is the policy's min-colluders: every plan that passes has 2 q > m + c, t > c
+and L >= c + 2, and some plan has no more than that.
 
-Each entry is summed over at least K sites, or over none. Not claimed: entries where sites draw for themselves which
-ones they send (`Method.has_single_site_entries`); broadcasts, if the method's messages differ by site or sites keep
-private state; what the sums of two rounds show by their difference.
+Each entry is summed over at least K sites, or over none. Not claimed: entries that sites draw themselves
+(`Method.has_single_site_entries`); broadcasts, if the method's messages differ by site or sites keep private state;
+anything shown by the difference between two rounds' sums.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ BROADCASTS_METHODS = (
     "weights or instructions that leave one site's update alone in the sum (fedveil explain shows whether they do)."
 )
 TWO_ROUNDS = (
-    "Two rounds' sums of nearly the same sites from the same weights differ by the uploads of the sites that are not "
-    "in both; only noise (dp.*) limits what that shows."
+    "Two rounds' sums over nearly the same sites from the same weights differ by the uploads of the sites that are not "
+    "in both; only noise (dp.*) limits what that difference shows."
 )
 
 
 def single_site(partial: bool | None) -> str:
-    """Return the sentence on entries of a sum that are of one site; "" where there are none. None: method not known."""
+    """Return the sentence about sum entries from a single site, or "" if there are none. `partial`: None = unknown."""
     if partial is None:
         return SINGLE_SITE_METHODS
     return SINGLE_SITE if partial else ""
 
 
 def server_learns(partial: bool | None) -> str:
-    """Return what a server that follows the protocol learns of the uploads of a run."""
+    """Return a sentence on what a server that follows the protocol learns about a run's uploads."""
     exception = single_site(partial)
     return (
         "the sum over the sites of each round. Beyond it, a server that follows the protocol learns no single site's "
@@ -79,13 +79,13 @@ def server_learns(partial: bool | None) -> str:
 
 @dataclass(frozen=True)
 class EnforcedBounds:
-    """The smallest numbers of all plans that a site's policy accepts.
+    """The smallest numbers in any plan that a site's policy accepts.
 
     Attributes:
-        colluding: c, sites that may work with a server that lies.
+        colluding: c, the number of sites that may collude with a server that lies.
         least: the smallest L, which is also the smallest cohort.
         quorum: the smallest q.
-        entry: the smallest K: sites behind an entry, where sites send different ones.
+        entry: the smallest K: the number of sites behind an entry if sites send different entries.
     """
 
     colluding: int
@@ -95,7 +95,7 @@ class EnforcedBounds:
 
     @classmethod
     def from_requirements(cls, demands: SiteRequirements) -> EnforcedBounds | None:
-        """Return the bounds; None without a roster, since the server could then be every other site."""
+        """Return the bounds; None without a roster, since the server could then pose as every other site."""
         if not demands.roster:
             return None
         colluding = demands.colluding
@@ -109,11 +109,12 @@ class EnforcedBounds:
         return (
             f"Holds against a server that lies {_with(self.colluding)}, if every site's policy names this roster, "
             "requires secure aggregation and admits only known code: each sum has at least "
-            f"{self.least - self.colluding} honest sites, and all sums of a round together show nothing of fewer than "
+            f"{self.least - self.colluding} honest sites, and all sums of a round together reveal nothing about "
+            "fewer than "
             f"{self.quorum - self.colluding} (min-cohort, min-threshold, min-colluders). Where sites send different "
-            f"entries (FedRand, FedQSN, HetLoRA, FLoRA), a single entry may be of {self.entry - self.colluding} of "
-            "them. A site that lost its state, or was set back to an older one, counts as one that works with the "
-            "server."
+            f"entries (FedRand, FedQSN, HetLoRA, FLoRA), a single entry may come from {self.entry - self.colluding} of "
+            "them. A site that lost its state, or was rolled back to an older one, counts as one that colludes with "
+            "the server."
         )
 
 
@@ -122,16 +123,16 @@ class AdversaryModel:
     """The adversaries against which an attempt protects.
 
     Attributes:
-        quorum: q; 0 if only sums of whole cohorts open.
-        threshold: t; 0 likewise.
-        least: K.
-        colluding: sites for which every site checks a graph of neighbors.
-        neighbours: 0 = all pairs.
-        partial: the method's `has_single_site_entries`; None if the method is not known.
-        broadcasts_bound: every site of an attempt gets the same message and keeps no private state; None if the
-            method is not known.
-        demands: of the site for which this is stated; None if no site's policy is known, as at the server.
-        plans_entries: the method's `plans_entries`: a single entry may come from only K sites; None if it is unknown.
+        quorum: q; 0 if only sums over whole cohorts can be revealed.
+        threshold: t; 0 if only sums over whole cohorts can be revealed.
+        least: K, the minimum number of sites in a sum.
+        colluding: number of colluding sites for which every site checks the neighbor graph.
+        neighbours: number of neighbors; 0 = all pairs.
+        partial: the method's `has_single_site_entries`; None if the method is unknown.
+        broadcasts_bound: every site in an attempt gets the same message and keeps no private state; None if the
+            method is unknown.
+        demands: requirements of the site for which this is stated; None if no site's policy is known, as on the server.
+        plans_entries: the method's `plans_entries`: a single entry may come from only K sites; None if unknown.
     """
 
     quorum: int
@@ -152,7 +153,7 @@ class AdversaryModel:
 
     @property
     def least_in_sum(self) -> int:
-        """Return L."""
+        """Return L, the larger of q and K."""
         return max(self.quorum, self.least)
 
     @property
@@ -165,17 +166,17 @@ class AdversaryModel:
 
     @property
     def fewest(self) -> int:
-        """Return the smallest number of sites whose values a figure of the server is the sum of."""
+        """Return the smallest number of sites behind any summed value that the server sees."""
         return self.least_in_sum if self.plans_entries is False else self.least
 
     @property
     def deviating(self) -> EnforcedBounds | None:
-        """Return what holds against a server that lies; None if nothing does, or no policy is known."""
+        """Return the bounds against a server that lies; None if there are none, or no policy is known."""
         return EnforcedBounds.from_requirements(self.demands) if self.demands is not None else None
 
     @property
     def words(self) -> list[str]:
-        """Return the guarantees, then what they do not cover."""
+        """Return sentences on the guarantees, then on their limits."""
         sentences = [f"Holds against an honest but curious server {_with(self.curious)}."]
         sentences += words_for_lying_server(self.demands, self.broadcasts_bound)
         if exception := single_site(self.partial):
@@ -184,13 +185,13 @@ class AdversaryModel:
             of = "a sum" if self.plans_entries is False else "an entry of a sum"
             sentences.append(
                 f"Does not hold against {_sites(self.fewest - 1)} with the server: {of} may have {self.fewest} sites, "
-                "and two of them must be honest (secure.threshold, secure.min-sites)."
+                f"and two of them must be honest ({'secure.threshold, ' if self.quorum else ''}secure.min-sites)."
             )
         return [*sentences, TWO_ROUNDS]
 
 
 def words_for_lying_server(demands: SiteRequirements | None, broadcasts_bound: bool | None) -> list[str]:
-    """Return what holds against a server that lies; `demands` and `broadcasts_bound` as in `AdversaryModel`."""
+    """Return sentences on a server that lies; `demands` and `broadcasts_bound` are as in `AdversaryModel`."""
     if demands is None:
         sentence = POLICIES_DECIDE
     else:
@@ -210,11 +211,11 @@ def weakest_adversary(
     broadcasts_bound: bool | None,
     plans_entries: bool | None,
 ) -> AdversaryModel | None:
-    """Return the claim of a run's weakest attempt, as the server's record shows it; None without attempts.
+    """Return the model for a run's weakest attempt, from the server's record; None without attempts.
 
     Args:
-        attempts: what each noted as `unseen` (server_app/run_folder.py).
-        least: secure.min-sites.
+        attempts: each attempt's `unseen` record (server_app/run_folder.py).
+        least: the value of secure.min-sites.
         partial, broadcasts_bound, plans_entries: as in `AdversaryModel`.
     """
     adversary_models = [

@@ -1,4 +1,4 @@
-"""Signatures, agreed keys, and encryption for a single holder. All ciphers are from the package `cryptography`.
+"""Signatures, key agreement, and encryption for a single holder. All ciphers come from the `cryptography` package.
 
 A key is bound to its use: HKDF-SHA256 takes the purpose, the names of both ends and the context.
 """
@@ -19,7 +19,7 @@ from fedveil.errors import WireError
 
 KEY_BYTES = 32
 _NONCE_BYTES = 12
-# Of Ed25519's curve: y of the 8 points of small order, which are 0, 1, -1 and two of order 8.
+# The y coordinates of the 8 small-order points on Ed25519's curve: 0, 1, -1 and two of order 8.
 _PRIME = 2**255 - 19
 _ORDER_8 = int.from_bytes(bytes.fromhex("26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05"), "little")
 _SMALL_ORDER = frozenset((0, 1, _PRIME - 1, _ORDER_8, _PRIME - _ORDER_8))
@@ -43,8 +43,8 @@ def public_key_of(private: bytes) -> bytes:
 def is_point(public: bytes) -> bool:
     """Check that an X25519 key is fit for key agreement: a low-order point gives everyone the same shared key.
 
-    A key has one encoding here. X25519 ignores the highest bit and reduces modulo 2^255 - 19, so that a copy of another
-    site's key could look like a key of its own.
+    Only one encoding of a key is accepted. X25519 ignores the highest bit and reduces modulo 2^255 - 19, so a copy of
+    another site's key could otherwise look like a different key.
     """
     if int.from_bytes(public, "little") >= _PRIME:
         return False
@@ -56,7 +56,7 @@ def is_point(public: bytes) -> bool:
 
 
 def exchange_keys(private: bytes, public: bytes) -> bytes:
-    """Return X25519 of both keys, which both ends share. Raises WireError for a low-order public key."""
+    """Return the X25519 shared secret of both ends. Raises WireError for a low-order public key."""
     try:
         return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
@@ -71,13 +71,13 @@ def agree_secret(private: bytes, public: bytes, purpose: bytes, salt: bytes = b"
 
 
 def encrypt_share(key: bytes, text: bytes, purpose: bytes) -> bytes:
-    """Encrypt with AES-256-GCM; return nonce, text and tag. Decryption needs the same purpose."""
+    """Encrypt with AES-256-GCM; return nonce, ciphertext and tag. Decryption needs the same purpose."""
     nonce = os.urandom(_NONCE_BYTES)
     return nonce + AESGCM(key).encrypt(nonce, text, purpose)
 
 
 def decrypt_share(key: bytes, data: bytes, purpose: bytes) -> bytes:
-    """Decrypt a share. Raises WireError for another key or purpose, or changed bytes."""
+    """Decrypt a share. Raises WireError for a wrong key or purpose, or changed bytes."""
     try:
         return AESGCM(key).decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], purpose)
     except (InvalidTag, ValueError):
@@ -99,15 +99,15 @@ def verifying_key(signing_key: bytes) -> bytes:
 def is_small_order(public: bytes) -> bool:
     """Return whether an Ed25519 key has small order or a non-canonical encoding.
 
-    One signature by such a key is valid for every text, so its owner can deny each of them; the library accepts it. The
-    sign bit is ignored, because the library also accepts two encodings that belong to no point.
+    A single signature by such a key is valid for every text, so its owner can deny having signed any of them, but the
+    library accepts it. The sign bit is ignored, because the library also accepts two encodings that are not points.
     """
     y = int.from_bytes(public, "little") & ~(1 << 255)
     return len(public) != KEY_BYTES or y >= _PRIME or y in _SMALL_ORDER
 
 
 def is_signed(public: bytes, signature: bytes, text: bytes) -> bool:
-    """Return whether the signature is that key's signature of this text; never by a key of small order."""
+    """Return whether the signature is valid for this text and key; always False for a key of small order."""
     if is_small_order(public):
         return False
     try:

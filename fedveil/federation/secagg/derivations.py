@@ -1,4 +1,4 @@
-"""Keys, masks and digests that are derived under a plan. X(i, j) is X25519 of two prekeys, p the plan's digest.
+"""Keys, masks and digests derived under a plan. X(i, j) is the X25519 secret of two prekeys, p the plan's digest.
 
 u_ij      = HKDF(X(i, j), salt = p, info = about("pair", first, second), 16)        first < second by name
 pair mask = PRG(HKDF(u_ij, salt = p, info = about("pair mask", first, second), 32)), first adds, second subtracts
@@ -23,7 +23,7 @@ _NONCE_AND_TAG_BYTES = 12 + 16
 
 def protocol_context(purpose: str, *parts: str | int) -> bytes:
     """Encode a purpose and its parts as bytes, so that different parts never give the same bytes."""
-    # The JSON of a list of these, without the cost of an encoder: a site derives thousands in a round.
+    # This is the JSON of a list, without the cost of an encoder: a site derives thousands of keys per round.
     encoded = [
         encode_basestring_ascii(part) if isinstance(part, str) else str(part)
         for part in ("fedveil secure aggregation 2", purpose, *parts)
@@ -51,7 +51,7 @@ def own_mask(secret: bytes, plan: str, site: str) -> MaskStream:
 
 
 def row_key(shared: bytes, plan: str, site: str, holder: str) -> bytes:
-    """Derive the key of the row of shares from `site` to `holder`, from X(i, h)."""
+    """Derive the key for the row of shares from `site` to `holder`, from X(i, h)."""
     return crypto.derive_key(shared, protocol_context("row", site, holder), bytes.fromhex(plan))
 
 
@@ -61,12 +61,12 @@ def row_bytes(count: int) -> int:
 
 
 def encrypt_row(key: bytes, shares: Sequence[bytes], plan: str, site: str, holder: str) -> str:
-    """Encrypt the shares that a holder gets, in hex."""
+    """Encrypt a holder's shares, and return the row in hex."""
     return crypto.encrypt_share(key, b"".join(shares), protocol_context("row", plan, site, holder)).hex()
 
 
 def decrypt_row(key: bytes, row: str, count: int, plan: str, site: str, holder: str) -> list[bytes]:
-    """Decrypt a row of `count` shares. Raises WireError for another key, plan, dealer, holder or length."""
+    """Decrypt a row of `count` shares. Raises WireError for a wrong key, plan, dealer, holder or length."""
     data = bytes.fromhex(row)
     if len(data) != row_bytes(count):
         raise WireError(f"row: expected {count} shares, found {len(data)} bytes")
@@ -75,17 +75,17 @@ def decrypt_row(key: bytes, row: str, count: int, plan: str, site: str, holder: 
 
 
 def own_secret_digest(secret: bytes, plan: str, site: str) -> str:
-    """Return the digest by which a reconstructed b_i is checked."""
+    """Return the digest used to check a reconstructed b_i."""
     return hashlib.sha256(protocol_context("own secret", plan, site) + secret).hexdigest()
 
 
 def pair_secret_digest(secret: bytes, plan: str, site: str, other: str) -> str:
-    """Return the digest by which a reconstructed u_ij is checked, the same from both ends."""
+    """Return the digest used to check a reconstructed u_ij; it is the same from both ends."""
     return hashlib.sha256(protocol_context("pair secret", plan, *sorted((site, other))) + secret).hexdigest()
 
 
 def share_digest(share: bytes, plan: str, site: str, holder: str, partner: str = "") -> str:
-    """Return 32 hex digits that identify a holder's share of `site`'s own secret, or of its pair with a partner.
+    """Return 32 hex digits that identify a holder's share of `site`'s own secret, or of its secret with a partner.
 
     Shares are uniform, so the digest reveals nothing. No site can be named "".
     """

@@ -1,4 +1,4 @@
-"""Noise in a sum: each site adds a share of it to the integers of its vector before masking them."""
+"""Noise in a sum: each site adds its share of the noise to the integers of its vector before masking them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DistributedNoise:
 
     Attributes:
         claim: the guarantee that the noise must satisfy.
-        slots: of the vector. All values have noise; numbers of sites and of examples depend on no row and have none.
+        slots: slots of the vector. All values get noise. Numbers of sites and examples depend on no row and get none.
     """
 
     claim: DistributedDiscreteGaussian
@@ -35,11 +35,11 @@ class DistributedNoise:
 
     @property
     def entries(self) -> int:
-        """Return d."""
+        """Return d, the number of entries that get noise."""
         return sum(slot.values for slot in self.slots.slots)
 
     def ring(self, ring: FixedPointRing) -> FixedPointRing:
-        """Return the same ring with integers that fit the noise. Raises ConfigError if none do."""
+        """Return the same ring with room for the noise in its integers. Raises ConfigError if they are too small."""
         room = ((1 << (ring.bits - 1)) - 1 - ((1 << ring.bits) >> 51)) / ring.most_summands
         finest = self.claim.scale(self.entries, ring.bound, room)
         return replace(
@@ -47,7 +47,7 @@ class DistributedNoise:
         )
 
     def deviation(self, ring: FixedPointRing) -> float:
-        """Return sigma_i, in the ring's integers."""
+        """Return sigma_i, in integers of the ring."""
         return self.claim.deviation(ring.scale, self.entries, ring.bound)
 
     def charged(self, ring: FixedPointRing) -> DistributedDiscreteGaussian:
@@ -76,16 +76,16 @@ def require_the_step_alone(
 ) -> None:
     """Check that a method sends only the step itself, which has no noise yet.
 
-    Only the sum has noise. So the method must send the stepped weights themselves, or their change, or
-    either divided by `divisor`, which is at least 1. An example then moves the upload by no more. For
-    anything else the effect of an example is unknown. The method may keep no state either, because a later
+    Only the sum has noise. So the method must send the stepped weights, their change, or either of them
+    divided by `divisor`, which is at least 1. An example then moves the upload no further than the step. For
+    anything else, the effect of an example is unknown. The method must not keep state either, because a later
     upload would depend on it.
 
     Raises:
         ConfigError: the method sends something else, or it received weights above the bound; the upload is
             withheld.
     """
-    if not isinstance(trainer, NoisyTrainer):  # a method with noise of its own says itself what it sends
+    if not isinstance(trainer, NoisyTrainer):  # a method with its own noise declares what it sends
         return
     problem = "" if 1.0 <= divisor < math.inf else f"one whose divisor is {divisor:g}"
     if private is not None:

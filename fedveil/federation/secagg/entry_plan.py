@@ -1,10 +1,10 @@
-"""Plan who sends which entries of a round's secure sum (fedveil/contract/entry_table.py).
+"""Plan the entries that each site sends in a round's secure sum (fedveil/contract/entry_table.py).
 
 | a method whose sites ... | in a round |
 |---|---|
-| all send every entry | has no table; a site that would leave out an entry refuses |
+| all send every entry | has no table; a site refuses to leave out an entry |
 | send different entries, which the server can draw (`Method.plans_entries`) | has a table |
-| draw entries themselves (`Method.has_single_site_entries`) | has none: some entries may come from a single site |
+| draw entries themselves (`Method.has_single_site_entries`) | has no table: some entries may come from a single site |
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fedveil.config import SecureConfig
 from fedveil.contract.entry_table import EntryTable, fewest_senders
 from fedveil.federation.secagg.plan import quorum_of
 
-if TYPE_CHECKING:  # these import torch, which a site's client process does without
+if TYPE_CHECKING:  # these import torch, which a site's client process must not load
     from fedveil.contract.method import Method, RoundContext
     from fedveil.federation.exchange import MessageExchange
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # these import torch, which a site's client process does with
 def plan_entries(
     exchange: MessageExchange, secure: SecureConfig, cohort: Collection[str], ctx: RoundContext
 ) -> EntryTable | None:
-    """Draw the table of a round with the server's context; None if the method needs none, or the cohort is too small.
+    """Draw a round's table with the server's context; None if the method needs none, or the cohort is too small.
 
     Raises:
         PolicyError: a site would refuse the table that the method draws.
@@ -39,12 +39,12 @@ def plan_entries(
 
 
 def required_uploads(secure: SecureConfig, sites: int) -> int:
-    """Return how many sites of a cohort a sum needs: q, or all of them if only sums of whole cohorts open."""
+    """Return how many of a cohort's sites a sum needs: q, or all sites if only whole-cohort sums can be revealed."""
     return sites if secure.whole_cohort else quorum_of(secure.threshold, sites, secure.max_colluders)
 
 
 def names_to_send(method: Method, table: EntryTable | None, site: str, names: Collection[str]) -> frozenset[str] | None:
-    """Return which names of a vector a site must send; None if the site itself draws what it sends."""
+    """Return the vector names that a site must send; None if the site draws them itself."""
     if method.has_single_site_entries:
         return None
     planned = table.names_of(site) if table else None

@@ -1,18 +1,18 @@
-"""Values as integers modulo 2^w, so that a uniform mask hides them and a sum of masked values is exact.
+"""Fixed-point values as integers modulo 2^w, so that a uniform mask hides them and sums of masked values are exact.
 
     integer = round(S w clip(x, -C, C)),    S = (2^(w-1) - 1 - K - 2^(w-51)) / (K M C)
 
 C is the bound, K the maximum number of summands, M the largest weight. No sum of K integers wraps,
-because each is at most S M C + 1/2 in absolute value. The last term is what fp64 may round up by; it is
-0 for w = 32. Rounding moves a weighted mean by at most K / (2 S W), with W the sum of the weights: for
-equal weights, by K C 2^-w. Where sites add noise, S is capped at the resolution that is useful under it
+because each is at most S M C + 1/2 in absolute value. The last term covers rounding up in fp64; it is
+0 for w = 32. Rounding moves a weighted mean by at most K / (2 S W), where W is the sum of the weights; for
+equal weights, by K C 2^-w. If sites add noise, S is capped at the resolution that is useful under that noise
 (`finest`).
 
 | case | what happens |
 |---|---|
-| a value beyond the bound | clipped to it, and counted |
-| NaN or an infinity | ValueError: no integer stands for it |
-| an entry that the mask leaves out | 0, regardless of its value |
+| a value beyond the bound | clipped to the bound, and counted |
+| NaN or an infinity | ValueError: no integer represents it |
+| an entry excluded by the mask | 0, regardless of its value |
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fedveil.errors import WireError
 from fedveil.federation.secagg.mask_streams import Integers
 from fedveil.federation.secagg.plan import AttemptPlan
 
-BLOCK = 1 << 16  # entries at a time, which stay in the cache in fp64
+BLOCK = 1 << 16  # entries processed at a time, few enough to stay in the cache in fp64
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class FixedPointRing:
 
     Attributes:
         bits: w, 32 or 64.
-        most_summands: K.
+        most_summands: K, the maximum number of summands.
         most_weight: M; weights are whole numbers from 1 to M.
-        bound: C, on the absolute value of an entry.
+        bound: C, the bound on an entry's absolute value.
         finest: the largest useful S.
-        noise: the largest integer that a site adds to an entry.
+        noise: the largest integer that a site's noise adds to an entry.
     """
 
     bits: int
@@ -72,7 +72,7 @@ class FixedPointRing:
 
     @classmethod
     def from_plan(cls, plan: AttemptPlan) -> FixedPointRing:
-        """Create the ring of a plan's vectors. Raises WireError where a sum of so many sites does not fit."""
+        """Create the ring for a plan's vectors. Raises WireError if a sum over that many sites does not fit."""
         try:
             return cls(plan.bits, len(plan.members), plan.most_weight, plan.bound)
         except ValueError as error:
@@ -85,7 +85,7 @@ class FixedPointRing:
 
     @property
     def scale(self) -> float:
-        """Return S, the integers per unit of weight times value."""
+        """Return S, the number of integer steps per unit of weight times value."""
         room = (1 << (self.bits - 1)) - 1 - self.most_summands - ((1 << self.bits) >> 51)
         return min(room // (self.most_summands * self.most_weight) / self.bound, self.finest)
 
@@ -96,11 +96,11 @@ class FixedPointRing:
 
     @property
     def step(self) -> float:
-        """Return how far rounding can move a mean of sites with the largest weight; for w = 64, fp64 adds 2^-51 C."""
+        """Return how far rounding can move a mean over sites with the largest weight; for w = 64, fp64 adds 2^-51 C."""
         return 1 / (2 * self.scale * self.most_weight)
 
     def encode(self, value: Float[Tensor, "*s"], weight: int, mask: Bool[Tensor, "*s"] | None, into: Integers) -> int:
-        """Write the integers of a tensor, row by row, into a vector. Return how many entries were clipped.
+        """Write a tensor's integers into a vector, row by row, and return how many entries were clipped.
 
         Raises:
             ValueError: a value is not finite, or the weight is out of range.
@@ -114,7 +114,7 @@ class FixedPointRing:
             if flat_mask is not None:
                 block = torch.where(flat_mask[start : start + BLOCK], block, 0.0)
             low, high = map(float, torch.aminmax(block))
-            if not (math.isfinite(low) and math.isfinite(high)):  # NaN is both
+            if not (math.isfinite(low) and math.isfinite(high)):  # with a NaN, both are NaN
                 raise ValueError("expected finite values, found NaN or infinity")
             block = block.to(torch.float64, copy=True)
             if max(-low, high) > self.bound:
@@ -125,6 +125,6 @@ class FixedPointRing:
         return clipped
 
     def decode(self, total: Integers) -> Float[Tensor, " n"]:
-        """Decode a sum of integers to the sum of weights times values, fp64."""
+        """Decode an integer sum to the weighted sum of the values, in fp64."""
         signed = np.ascontiguousarray(total).view(f"<i{self.bits // 8}")
         return torch.from_numpy(signed.astype(np.float64)).div_(self.scale)

@@ -1,19 +1,18 @@
-"""A method's terms as one vector of integers, and the sums that such vectors give.
+"""A method's terms as one vector of integers, and the sums decoded from such vectors.
 
     vector = for each name, sorted: the values' integers, row by row, and then the weights' | the examples
 
-A weight is a whole number: the number of examples, at most M, or 1. `Method.aggregate_shapes` gives the names and their
-numbers of weights, so both ends know them in advance. A name that a site's method omits is sent as zeros,
+A weight is a whole number: the number of examples, at most M, or 1. `Method.aggregate_shapes` gives the names and the
+number of weights for each, so both ends know them in advance. A name that a site's method omits is sent as zeros,
 which hides the omission.
 
 | case | result |
 |---|---|
-| a term under another name, of another shape, or with a mask of finer weights than declared | ConfigError at the site |
-| other names than those that the site must send | PolicyError: nothing is sent |
+| a term with a different name or shape, or with a finer mask than its declared weights | ConfigError at the site |
+| names other than those that the site must send | PolicyError: nothing is sent |
 | clear scalars that are not the payload's own | ConfigError: this method does not support secure aggregation |
 | an entry whose weights add up to zero | it has no mean: 0, and `moved` is False |
-| sums of weights that honest sites cannot send (above K M, or a mask that counts more examples than there are) |
-  WireError |
+| a sum of weights impossible for honest sites (above K M, or a mask counting more examples than exist) | WireError |
 """
 
 from __future__ import annotations
@@ -60,13 +59,13 @@ class VectorSlot:
 
 @dataclass(frozen=True)
 class VectorLayout:
-    """The vector of a round."""
+    """The layout of a round's vector."""
 
     slots: tuple[VectorSlot, ...]
 
     @classmethod
     def from_exchange(cls, exchange: MessageExchange, round_: int) -> VectorLayout:
-        """Create the layout for a method on its spec, in one round."""
+        """Create the layout for a method and its spec, in one round."""
         shapes = {field.name: field.largest for field in exchange.layout.fields if field.direction == "up"}
         shapes |= {name: tensor.shape for name, tensor in exchange.spec.items()}
         slots: list[VectorSlot] = []
@@ -83,7 +82,7 @@ class VectorLayout:
 
     @property
     def length(self) -> int:
-        """Return the number of integers of a vector."""
+        """Return the number of integers in a vector."""
         return (self.slots[-1].end if self.slots else 0) + 1
 
     def vector(
@@ -95,14 +94,14 @@ class VectorLayout:
         ring: FixedPointRing,
         names: frozenset[str] | None = None,
     ) -> tuple[Integers, int]:
-        """Return an upload's vector, not yet masked, and how many entries were clipped to the bound.
+        """Return an upload's vector before masking, and how many entries were clipped to the bound.
 
         Args:
-            names: the names that the upload must have, no more and no fewer (entry_plan.py); None: any.
+            names: the exact names that the upload must have (entry_plan.py); None allows any names.
 
         Raises:
-            ConfigError: the method's terms are not what it declares, or their values are not finite.
-            PolicyError: the upload has other names than `names`.
+            ConfigError: the method's terms do not match its declaration, or their values are not finite.
+            PolicyError: the upload's names differ from `names`.
         """
         counted = min(examples, ring.most_weight)
         terms = exchange.method.contributions(payload, counted, exchange.spec, RoundContext(round_, "", False, b""))
@@ -157,7 +156,7 @@ class FixedPointSums:
     """Implements `fedveil.contract.contributions.AggregateSums` on the sum of the vectors of `clients`.
 
     Raises:
-        WireError: a sum that honest sites cannot have.
+        WireError: the sum is impossible for honest sites.
     """
 
     def __init__(
@@ -168,7 +167,7 @@ class FixedPointSums:
         most = len(clear) * ring.most_weight
         if not len(clear) <= self.examples <= most:
             raise WireError(
-                f"secure: expected from {len(clear)} to {most} examples in the sum, found {self.examples}: a site "
+                f"secure: expected {len(clear)} to {most} examples in the sum, found {self.examples}: a site "
                 "has sent a wrong vector"
             )
         for slot in slots.slots:
@@ -180,7 +179,7 @@ class FixedPointSums:
         return self._total[slot.start + slot.values : slot.end]
 
     def __contains__(self, name: str) -> bool:
-        """Return whether any client had a term of this name; without masks, whether its weight is above 0."""
+        """Return whether any client had a term with this name; without masks, whether its weight is above 0."""
         slot = self._slots.get(name)
         return slot is not None and bool(self._weights(slot).any())
 
@@ -211,11 +210,11 @@ class FixedPointSums:
         return some.expand(slot.shape)
 
     def means(self, otherwise: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the mean for every name of `otherwise`, in its dtype; its own tensor if no client sent the name."""
+        """Return each mean, in its dtype in `otherwise`, or the tensor in `otherwise` if no client sent the name."""
         return {name: self.mean(name).to(old.dtype) if name in self else old for name, old in otherwise.items()}
 
     def check(self, max_norm: float) -> None:
-        """Check the sum, since single uploads are hidden. Raises WireError for one that honest sites cannot have."""
+        """Check the sum, since single uploads are hidden. Raises WireError if it is impossible for honest sites."""
         for slot in self._slots.values():
             values = self._ring.decode(self._total[slot.start : slot.start + slot.values])
             weights = torch.from_numpy(self._weights(slot).astype(np.float64)).reshape(slot.weights_shape)
@@ -224,6 +223,6 @@ class FixedPointSums:
             norm = float(torch.linalg.vector_norm(values)) / max(float(weights.max()), 1.0) if slot.values else 0.0
             if bool((values.abs() > most).any()) or norm > max_norm:
                 raise WireError(
-                    f"{slot.name}: expected a sum of values within +-{self._ring.bound:g} each and a mean of norm "
-                    f"{max_norm:g} at most, found larger values; a site sent a wrong vector"
+                    f"{slot.name}: expected a sum of values within +-{self._ring.bound:g} each and a mean with a norm "
+                    f"of at most {max_norm:g}, found larger values; a site sent a wrong vector"
                 )

@@ -1,9 +1,9 @@
-"""Check that masks connect the honest sites of a sum, whichever c sites work with the server.
+"""Check that masks connect the honest sites in a sum, whichever c sites collude with the server.
 
-With all pairs they always do. With neighbors on a circle, the honest sites fall apart if two windows of k / 2
-consecutive places, between which sites of the sum remain on both sides, have no other honest site in them: the masks
-of each part then cancel on their own. Every signer of a list sees the whole list, so this is checked rather than left
-to chance.
+If all pairs share a mask, masks always do. With neighbors on a circle, the honest sites split into two parts if there
+are two windows of k / 2 consecutive places that contain no honest site and leave sites of the sum on both sides: the
+masks of each part then cancel on their own. Every signer of a list sees the whole list, so this is checked, not left to
+chance.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fedveil.federation.secagg.plan import AttemptPlan
 
 
 def is_connected(plan: AttemptPlan, sites: Collection[str], colluding: int) -> bool:
-    """Return whether these sites stay connected by masks without any `colluding` of them."""
+    """Return whether masks still connect these sites after any `colluding` of them are removed."""
     if not plan.neighbours:
         return True
     count, width, chosen = len(plan.circle), plan.neighbours // 2, set(sites)
@@ -26,7 +26,7 @@ def is_connected(plan: AttemptPlan, sites: Collection[str], colluding: int) -> b
         return before[start + length] - before[start]
 
     for first in range(count):
-        for gap in range(1, count - 2 * width):  # places between the end of the first window and the second one
+        for gap in range(1, count - 2 * width):  # places between the end of the first window and the second window
             second = first + width + gap
             arc, other_arc = within(first + width, gap), within((second + width) % count, count - 2 * width - gap)
             if arc and other_arc and within(first, width) + within(second % count, width) <= colluding:
@@ -35,6 +35,6 @@ def is_connected(plan: AttemptPlan, sites: Collection[str], colluding: int) -> b
 
 
 def fewest_partners(plan: AttemptPlan, sites: Collection[str]) -> int:
-    """Return the smallest number of partners within `sites` that one of them has; 0 if there are none."""
+    """Return the smallest number of partners that any site has within `sites`; 0 if `sites` is empty."""
     chosen = set(sites)
     return min((len(chosen.intersection(plan.partners(site))) for site in chosen), default=0)

@@ -26,7 +26,7 @@ from fedveil.federation.secagg.unmasking import UnmaskingAttempt, negate_mask
 
 Statement = TypeVar("Statement", bound=SecAggMessage)
 
-_CONFIG = hashlib.sha256(b"in process").hexdigest()  # all sites are here: no other config can reach one of them
+_CONFIG = hashlib.sha256(b"in process").hexdigest()  # all sites are in this process, so none can get a different config
 
 
 def secagg_config_of(config: SecureConfig) -> SecAggConfig:
@@ -39,11 +39,11 @@ def secagg_config_of(config: SecureConfig) -> SecAggConfig:
 
 @dataclass
 class InProcessSecureSums:
-    """The keys of a server and of all its sites.
+    """The keys of a server and all its sites.
 
     Attributes:
-        sites: by name.
-        last: the attempt that began last.
+        sites: the sites by name.
+        last: the most recent attempt.
     """
 
     run: str
@@ -65,7 +65,7 @@ class InProcessSecureSums:
     def begin(
         self, round_: int, attempt: int, cohort: Collection[str], entries: EntryTable | None = None
     ) -> UnmaskingAttempt:
-        """Begin an attempt with these sites, which are asked for prekeys first, and a table of who sends what."""
+        """Ask these sites for prekeys, then begin an attempt with them and a table of each site's entries."""
         for name in cohort:
             if name not in self.coordinator.ready:
                 self.coordinator.admit(name, self.sites[name].ready(self.coordinator.request()))
@@ -74,11 +74,11 @@ class InProcessSecureSums:
         return self.last
 
     def terms(self, plan: AttemptPlan, table: str = "", has_table: bool = False) -> RoundTerms:
-        """Return what every site here knows of a client round.
+        """Return every site's terms for a client round.
 
         Args:
             table: text of the plan's table of entries.
-            has_table: the method plans entries.
+            has_table: whether the method plans entries.
         """
         settings = self.settings
         return RoundTerms(
@@ -92,9 +92,9 @@ class InProcessSecureSums:
         return self.sites[site].mask(plan, self.terms(plan), vector)
 
     def pair_masks(self, site: str) -> dict[str, mask_streams.MaskStream]:
-        """Return, by partner, what removes each pairwise mask of the site in the last attempt; call it before masking.
+        """Return, by partner, the streams that remove the site's last pairwise masks; call this before masking.
 
-        A server never knows all of them. Attacks remove them to measure what they find without masks.
+        A server never knows all of them. Attacks remove them to measure results without masks.
         """
         attempt, site_state = self.last, self.sites[site].store.load()
         assert attempt is not None, "call begin first"
@@ -122,10 +122,10 @@ class InProcessSecureSums:
         return FixedPointSums(summed.slots, summed.ring(attempt.plan), attempt.total(), clear)
 
     def unmask(self, attempt: UnmaskingAttempt, deaf: Iterable[str] = ()) -> None:
-        """Close the list of an attempt and open its shares; sites in `deaf` do not respond.
+        """Close the list of an attempt and reveal its shares; sites in `deaf` do not respond.
 
         Raises:
-            QuorumError: there are too few uploads, or signatures of the list.
+            QuorumError: there are too few uploads or signatures of the list.
         """
         attempt.close()
         if attempt.needs_agreement:

@@ -1,11 +1,11 @@
-"""Contradictions between sites' audit logs, which show that a server lied, or that a party was set back.
+"""Contradictions between sites' audit logs, which show that a server lied, or that a party was rolled back.
 
 | found | means |
 |---|---|
 | two plans for one run, round and attempt | the server showed two plans, or restarted from an older state |
-| two lists of one plan | the server asked for two sums; a site that signed both lied too, or was set back |
+| two lists for one plan | the server asked for two sums; a site that signed both also lied, or was rolled back |
 
-The plan is not signed by the server. So the logs convince only a reader who trusts both sites.
+The server does not sign the plan. So the logs convince only a reader who trusts both sites.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _SIGNED = ("signed", "opened")
 
 
 def count_common_plans(first: Lines, second: Lines) -> int:
-    """Return for how many attempts both logs have a plan."""
+    """Return the number of attempts for which both logs have a plan."""
     return len(_plans(first).keys() & _plans(second).keys())
 
 
 def find_conflicts(lines: Lines) -> list[str]:
-    """Return a sentence for each contradiction in the lines of several logs, only those about secure aggregation."""
+    """Return a sentence for each contradiction in several logs' lines about secure aggregation."""
     lines = list(lines)
     conflicts = []
     for (run, round_, attempt), plans in _plans(lines).items():
@@ -40,7 +40,7 @@ def find_conflicts(lines: Lines) -> list[str]:
         if len(lists) > 1:
             shown = "; ".join(f"list {digest} by {_names(sites)}" for digest, sites in lists.items())
             both = set.intersection(*lists.values())
-            named = f". {_names(both)} signed more than one: it lied, or was set back" if both else ""
+            named = f". {_names(both)} signed more than one: it lied, or was rolled back" if both else ""
             conflicts.append(f"plan {plan}: sites signed {len(lists)} lists of its sum: {shown}{named}")
     return conflicts
 
@@ -58,7 +58,7 @@ def _plans(lines: Lines) -> dict[_Key, dict[str, set[str]]]:
 
 
 def _lists(lines: Lines) -> dict[str, dict[str, set[str]]]:
-    """Return the sites that signed each list, by plan: the writer of the line, and the signers that it names."""
+    """Return the sites that signed each list, by plan: the line's writer, and the signers named in the line."""
     found: dict[str, dict[str, set[str]]] = {}
     for line in lines:
         if line.get("event") in _SIGNED and isinstance(line.get("list"), str):

@@ -1,8 +1,8 @@
-"""Streams of uniform integers that hide a vector when added to it; an end that knows the key can remove them.
+"""Streams of uniform integers that hide a vector when added to it; a party that knows the key can remove them.
 
-    y_i = x_i + PRG(b_i) + sum_{j > i} PRG(s_ij) - sum_{j < i} PRG(s_ij)    mod 2^w, sites in the order of their names
+    y_i = x_i + PRG(b_i) + sum_{j > i} PRG(s_ij) - sum_{j < i} PRG(s_ij)    mod 2^w, with sites ordered by name
 
-PRG is AES-256 in counter mode under a key of 32 bytes. In the sum over all sites the masks of the pairs cancel.
+PRG is AES-256 in counter mode under a 32-byte key. In the sum over all sites, the pairwise masks cancel.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 
-Integers = NDArray[Any]  # unsigned, of one width
+Integers = NDArray[Any]  # unsigned, all of one width
 
 KEY_BYTES = 32
-_CHUNK_BYTES = 1 << 18  # key stream, zeros and vector stay in the cache
+_CHUNK_BYTES = 1 << 18  # small enough that key stream, zeros and vector stay in the cache
 _AES_BLOCK = 16
 
 

@@ -1,11 +1,11 @@
-"""An upload of secure aggregation as a message: one masked vector, and the site's attachment.
+"""A secure aggregation upload as a message: one masked vector, and the site's attachment.
 
-    sum        the vector, `ring.bits` an entry: uniform to anyone who lacks one of its masks
+    sum        the vector, `ring.bits` per entry: uniform to anyone who lacks one of its masks
     attached   shares of the masks' secrets, and the site's next prekey (messages.py)
 
 Its header contains neither the number of examples nor training metrics: they are part of the sum, or
-they are not sent. Where a guarantee's noise is in the sum (privacy/distributed_dgauss.py), a site adds
-its share to the integers before it masks them.
+are not sent. If a guarantee's noise is in the sum (privacy/distributed_dgauss.py), a site adds
+its share of the noise to the integers before it masks them.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _ROW_OVERHEAD = 12 + 16  # nonce and tag
 
 
 def most_attached(holders: int, partners: int) -> int:
-    """Return the maximum size in bytes of an attachment with so many holders and partners of its site.
+    """Return the maximum size in bytes of an attachment from a site with this many holders and partners.
 
-    For each holder a row in hex and the digests of its shares; for each partner a digest; and the rest.
+    It has a hex row and share digests for each holder, a digest for each partner, and the rest.
     """
     shares = 1 + partners
     row = 2 * (_ROW_OVERHEAD + SECRET_BYTES * shares) + shares * _SHARE_DIGEST_BYTES + 2 * _NAME_BYTES
@@ -69,7 +69,7 @@ class MaskedUploadCodec:
 
     Attributes:
         slots: layout of the vector.
-        bits: bits of the ring.
+        bits: number of bits of the ring's integers.
         noise: the noise that each site adds to its vector, if the guarantee's noise is in the sum.
     """
 
@@ -83,7 +83,7 @@ class MaskedUploadCodec:
     def from_exchange(
         cls, exchange: MessageExchange, round_: int, bits: int, claim: PrivacyGuarantee | None = None
     ) -> MaskedUploadCodec:
-        """Create the codec of one round, in a run with this privacy guarantee."""
+        """Create the codec for one round in a run with this privacy guarantee."""
         slots = VectorLayout.from_exchange(exchange, round_)
         return cls(
             exchange,
@@ -94,12 +94,12 @@ class MaskedUploadCodec:
         )
 
     def ring(self, plan: AttemptPlan) -> FixedPointRing:
-        """Return the ring of a plan's integers. Raises WireError or ConfigError where none fits."""
+        """Return the ring of a plan's integers. Raises WireError or ConfigError if none fits."""
         return self.noise.ring(FixedPointRing.from_plan(plan)) if self.noise else FixedPointRing.from_plan(plan)
 
     @cached_property
     def layout(self) -> MessageLayout:
-        """Return every field on the wire; the broadcast has the method's own fields."""
+        """Return every field on the wire; broadcasts have the method's own fields."""
         down = tuple(field for field in self.exchange.layout.fields if field.direction == "down")
         up = (
             WireField(_SUM, "up", integers.IntegerCodec(self.bits), (self.slots.length,), "masked integer"),
@@ -122,7 +122,7 @@ class MaskedUploadCodec:
     def of_site(self, site: SecAggSite, plan: AttemptPlan, terms: RoundTerms) -> Participate:
         """Return a function for the client round under a plan: `MessageExchange.participate` with a masked upload.
 
-        The function raises PolicyError and WireError as `SecAggSite.begin` does, before training, and ConfigError for
+        The function raises PolicyError and WireError like `SecAggSite.begin`, before training, and ConfigError for
         a method that does not support secure aggregation or noise in the sum.
         """
 
@@ -159,9 +159,9 @@ class MaskedUploadCodec:
     def receive(
         self, data: Buffer, address: MessageAddress | None = MessageAddress()
     ) -> tuple[DecodedMessage, Integers, UploadAttachment]:
-        """Decode a client's message; return it, its masked vector (read-only) and its attachment. Raises WireError.
+        """Decode a client's message; return it with its (read-only) masked vector and its attachment. Raises WireError.
 
-        Without an address, the message is read from a capture.
+        Without an address, the message comes from a capture.
         """
         stamp = EnvelopeStamp.from_exchange(self.exchange.method, self.exchange.name, self.round, "up", address)
         message = unpack_message(data, self.layout, stamp)

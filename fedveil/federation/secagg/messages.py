@@ -1,4 +1,4 @@
-"""The server's requests to sites and the sites' answers, apart from the vectors."""
+"""The server's requests to sites and the sites' answers, except the vectors."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class KeysResponse(SecAggMessage):
     """A site's unused prekey.
 
     Attributes:
-        after: round and attempt for which the site masked last; None at first.
-        signed: the last round in which it signed a list of a sum's sites.
+        after: last round and attempt for which the site masked; None if it has not masked yet.
+        signed: the last round in which the site signed a list of a sum's sites.
     """
 
     kind: Literal["ready"] = "ready"
@@ -60,15 +60,15 @@ class UploadAttachment(SecAggMessage):
     """The part of an upload that accompanies the masked vector.
 
     Attributes:
-        plan: its digest p.
-        own: digest of b, the secret of the site's own mask; "" without one, where only the whole cohort's sum opens.
-        pairs: digest of the secret that the site shares with each partner.
-        rows: for each holder, the encrypted shares of all these secrets; where only the whole cohort's sum opens,
-            there are no holders.
-        shares: for each holder, the digests of its shares, in their order in the row.
+        plan: the plan's digest p.
+        own: digest of b, the secret of the site's own mask; "" if only the whole cohort's sum can be revealed.
+        pairs: for each partner, the digest of the secret that the site shares with it.
+        rows: for each holder, the encrypted shares of all these secrets; empty if only the whole cohort's sum can be
+            revealed.
+        shares: for each holder, the digests of its shares, in the order of the row.
         vector: SHA-256 of the masked vector's bytes.
         next: the site's next prekey.
-        signature: of plan, site and all this.
+        signature: signature of the plan, the site and all fields above.
     """
 
     kind: Literal["attached"] = "attached"
@@ -89,10 +89,10 @@ class UploadAttachment(SecAggMessage):
 
 
 class AgreeRequest(SecAggMessage):
-    """Asks a site to sign the one list of the sites in a sum; the answer is an `AgreeResponse`.
+    """Asks a site to sign the only list of the sites in a sum; the answer is an `AgreeResponse`.
 
     Attributes:
-        table: the text of the table of entries; "" where the plan has none.
+        table: the text of the table of entries; "" if the plan has none.
     """
 
     kind: Literal["agree"] = "agree"
@@ -105,7 +105,7 @@ class AgreeResponse(SecAggMessage):
     """A site's signature of a list.
 
     Attributes:
-        plan: its digest p.
+        plan: the plan's digest p.
         list: the list's digest L.
     """
 
@@ -120,7 +120,7 @@ class OpenRequest(SecAggMessage):
 
     Attributes:
         agreed: signatures of the list, by site; empty if the list is the whole cohort.
-        rows: rows of shares to this holder, by the site that made them.
+        rows: rows of shares for this holder, by the site that made them.
     """
 
     kind: Literal["open"] = "open"
@@ -135,12 +135,12 @@ class OpenResponse(SecAggMessage):
     """A holder's shares.
 
     Attributes:
-        plan: its digest p.
+        plan: the plan's digest p.
         list: the list's digest L.
-        own: by site in the sum, the share of the secret of its own mask.
-        pairs: by site in the sum and silent partner of it, the share of the pair's secret.
-        unread: sites whose row could not be decrypted.
-        signature: of plan, list, holder and all this.
+        own: for each site in the sum, the share of its own mask's secret.
+        pairs: for each site in the sum and each of its silent partners, the share of the pair's secret.
+        unread: sites whose rows could not be decrypted.
+        signature: signature of the plan, the list, the holder and all fields above.
     """
 
     kind: Literal["opened"] = "opened"
@@ -162,7 +162,7 @@ def _unsigned_digest(statement: UploadAttachment | OpenResponse) -> str:
 
 
 def sign_statement(statement: A, site: str, signing_key: bytes) -> A:
-    """Return the statement with the signature of `site`."""
+    """Return the statement, signed by `site`."""
     signature = crypto.sign_bytes(signing_key, statement.text(site)).hex()
     return statement.model_copy(update={"signature": signature})
 

@@ -1,6 +1,6 @@
 """The plan of an attempt: everything that has to be the same at all of its sites. Its digest p salts every key.
 
-A site that was shown another plan adds masks that do not cancel, so that the sum is noise.
+A site that was shown a different plan adds masks that do not cancel, so the sum is noise.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Prekey(SecAggMessage):
     """The public half of the key with which a site masks its update for exactly one plan.
 
     Attributes:
-        signing_key: Ed25519 key by which the other sites know the site.
-        number: counts the prekeys that the site made in the run.
-        key: X25519.
-        signature: over the run and the fields above.
+        signing_key: Ed25519 key that identifies the site to the other sites.
+        number: counts the prekeys that the site has made in the run.
+        key: X25519 public key.
+        signature: signature of the run and the fields above.
     """
 
     site: Name
@@ -63,17 +63,17 @@ class AttemptPlan(SecAggMessage):
 
     Attributes:
         roster: digest of the federation's signing keys; "" = none.
-        app: SHA-256 of the bundle; "" where no site determines it.
+        app: SHA-256 of the bundle; "" if no site determines it.
         config: digest of the run config, the method and its fields.
         broadcast: digest of the message to every site; "" if the method's messages differ by site.
-        entries: digest of the table of the sites that send each entry; "" = every site sends every entry.
+        entries: digest of the table that says which sites send each entry; "" = every site sends every entry.
         bits, most_weight, bound: parameters of the ring; the cohort's size m is its maximum number of summands.
-        noise: where the noise reaches its full scale.
+        noise: where the noise reaches its full scale, at each "site" or only in the "sum".
         least: minimum number of sites in a sum.
-        colluding: c, sites that may work with a lying server.
-        quorum: q, signatures that make a list of a sum's sites count; 0 = only the sum of the whole cohort opens.
-        threshold: t, shares that open a secret; 0 with a quorum of 0.
-        neighbours: k, the number of sites with which a site has masks and shares; 0 = all pairs.
+        colluding: c, the number of sites that may collude with a lying server.
+        quorum: q, the signatures required on a list of a sum's sites; 0 = only the whole cohort's sum can be revealed.
+        threshold: t, the number of shares that reveal a secret; 0 with a quorum of 0.
+        neighbours: k, the number of sites with which a site shares masks and secrets; 0 = all pairs.
         members: the cohort's prekeys, sorted by site.
     """
 
@@ -119,17 +119,17 @@ class AttemptPlan(SecAggMessage):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether only the sum of the whole cohort opens: masks of pairs alone, and no shares of them."""
+        """Return whether only the whole cohort's sum can be revealed, with pairwise masks only and no shares."""
         return self.quorum == 0
 
     @property
     def least_in_sum(self) -> int:
-        """Return the number of sites that a sum has at least: max(q, least), or the whole cohort's."""
+        """Return the minimum number of sites in a sum: max(q, least), or the size of the whole cohort."""
         return len(self.members) if self.is_whole else max(self.quorum, self.least)
 
     @cached_property
     def circle(self) -> list[str]:
-        """Return the sites in the order in which they are neighbors."""
+        """Return the sites in the order of the neighbor circle."""
         place = {name: hashlib.sha256(protocol_context("circle", self.digest, name)).digest() for name in self.cohort}
         return sorted(self.cohort, key=lambda name: place[name])
 
@@ -146,18 +146,18 @@ class AttemptPlan(SecAggMessage):
         return sorted(self.circle[(at + offset) % len(self.circle)] for offset in offsets)
 
     def holders(self, site: str) -> list[str]:
-        """Return the sites that hold shares of a site's secrets, sorted. With all pairs the site itself is one."""
+        """Return the sites that hold shares of a site's secrets, sorted; with all pairs, also the site itself."""
         if self.is_whole:
             return []
         return self.partners(site) if self.neighbours else self.cohort
 
     def place(self, site: str, holder: str) -> int:
-        """Return the place of a holder's shares of a site's secrets, from 1 on."""
+        """Return the place, from 1, of a holder's shares of a site's secrets."""
         return 1 + self.holders(site).index(holder)
 
 
 def quorum_of(setting: int, sites: int, colluding: int) -> int:
-    """Return q for a cohort: `setting`, or where that is 0 more than two thirds, and so many that 2 q > m + c."""
+    """Return q for a cohort: `setting`; if 0, more than two thirds and large enough that 2 q > m + c."""
     return setting or max(2 * sites // 3 + 1, (sites + colluding) // 2 + 1)
 
 
@@ -165,11 +165,11 @@ def config_digest(config: Mapping[str, bool | int | float | str], method: str, f
     """Return the digest of a run's config.
 
     Args:
-        config: every key of the run config with its value, defaults too.
-        method, fields: the method's name, and its fields as JSON, as the instruction has them.
+        config: every key of the run config with its value, including defaults.
+        method, fields: the method's name, and its fields as JSON, as in the instruction.
 
     Raises:
-        WireError: the fields are no JSON.
+        WireError: the fields are not JSON.
     """
     try:
         parsed = json.loads(fields)
@@ -180,7 +180,7 @@ def config_digest(config: Mapping[str, bool | int | float | str], method: str, f
 
 
 def broadcast_digest(message: str) -> str:
-    """Return the digest of a message that all sites of an attempt get, from that of `wire.header.message_digest`."""
+    """Return the digest of a message to all sites in an attempt, from its `wire.header.message_digest`."""
     return hashlib.sha256(protocol_context("alike", message)).hexdigest()
 
 
@@ -195,20 +195,20 @@ def agreed_text(plan: AttemptPlan, listed: str) -> bytes:
 
 
 def too_few_neighbors(sites: int, degree: int, absent: int, shares: int) -> float:
-    """Return an upper bound of the chance that some site has fewer than `shares` present neighbors.
+    """Return an upper bound on the probability that some site has fewer than `shares` present neighbors.
 
-    `absent` of the sites are missing at random: a union bound over the sites of a hypergeometric tail.
+    `absent` sites are missing at random; this is a union bound, over the sites, of a hypergeometric tail.
     """
     return sites * _hypergeometric_below(sites - 1, sites - 1 - absent, degree, shares)
 
 
 def pairs_cut(sites: int, degree: int, absent: int, colluding: int) -> float:
-    """Return an upper bound of the chance that two windows of the circle have at most `colluding` present sites."""
+    """Bound from above the probability that two windows of the circle have at most `colluding` present sites."""
     return sites * (sites - 1) / 2 * _hypergeometric_below(sites, sites - absent, degree, colluding + 1)
 
 
 def _hypergeometric_below(total: int, good: int, drawn: int, below: int) -> float:
-    """Return P(X < below) for the number X of good ones among `drawn` of `total`."""
+    """Return P(X < below), where X is the number of good items among `drawn` of `total`."""
     every = math.comb(total, drawn)
     least = max(0, drawn - (total - good))
     ways = sum(math.comb(good, k) * math.comb(total - good, drawn - k) for k in range(least, below))

@@ -1,7 +1,7 @@
-"""The rules by which a site judges a plan, a list of a sum's sites, and a request for its shares.
+"""The rules by which a site checks a plan, a sum's list of sites, and a request for its shares.
 
-Each rule is one function, and a test that fails without it. The numbers are those of the protocol's description in
-docs/deploy/secure-aggregation.md. All raise PolicyError, or WireError where the server contradicts its own instruction.
+Each rule is one function, with a test that fails without it. The rule numbers come from the protocol description in
+docs/deploy/secure-aggregation.md. All raise PolicyError, or WireError if the server contradicts its own instruction.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedveil.federation.secagg.schema import ALL_PAIRS
 from fedveil.federation.secagg.state import SiteSecAggState
 
 NO_STATE: Literal["none"] = "none"
-StateUse = Literal["none", "begins", "continues"]  # of a method's private state in this client round
+StateUse = Literal["none", "begins", "continues"]  # how this client round uses the method's private state
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class SiteRequirements:
 
     Attributes:
         min_cohort: minimum number of sites in a cohort, and in a sum.
-        min_threshold: minimum number of signatures of a list, and of shares that open a secret.
+        min_threshold: minimum number of signatures on a list, and of shares that reveal a secret.
         roster: digest of the federation's signing keys; "" means that the site trusts the keys that the
             server names.
-        colluding: sites that may work with a lying server; a plan must withstand as many.
+        colluding: number of sites that may collude with a lying server; a plan must withstand as many.
     """
 
     min_cohort: int = 2
@@ -44,18 +44,18 @@ class SiteRequirements:
 
 @dataclass(frozen=True)
 class RoundTerms:
-    """The terms of a client round that a site knows apart from the plan: instruction, run config, its own bundle.
+    """A client round's terms that a site knows independently of the plan: instruction, run config, its own bundle.
 
     Attributes:
-        threshold, neighbours: settings of the run config; 0 = derived from the cohort's size.
-        app: SHA-256 of the bundle as this site determined it; "" = it did not.
-        config: digest of run config, method and fields, as this site computes it.
+        threshold, neighbours: settings in the run config; 0 = derived from the cohort's size.
+        app: SHA-256 of the bundle as determined by this site; "" if it was not determined.
+        config: digest of the run config, the method and its fields, as computed by this site.
         roster: text of the federation's signing keys that came with the plan; "" = none.
         table: text of the table of entries that came with the plan; "" = none.
-        has_table: the method sends different entries from different sites, by such a table.
-        is_alike: the method sends every site of an attempt the same message.
+        has_table: whether sites send different entries, as assigned by such a table.
+        is_alike: whether the method sends every site in an attempt the same message.
         state: whether the client round continues from private state.
-        is_whole: the run opens only sums of whole cohorts.
+        is_whole: whether the run reveals only sums over whole cohorts.
     """
 
     run: str
@@ -80,13 +80,13 @@ class RoundTerms:
 
     @cached_property
     def entry_table(self) -> EntryTable | None:
-        """Return the table of entries, which a plan names by its digest; None = none came. Raises WireError."""
+        """Return the table of entries, which the plan names by digest, or None if none was sent. Raises WireError."""
         return EntryTable.from_text(self.table) if self.table else None
 
 
 @number_refusals("T1")
 def require_terms(plan: AttemptPlan, terms: RoundTerms) -> None:
-    """T1. The plan is the one that instruction and run config describe."""
+    """T1. The plan matches the instruction and the run config."""
     quorum = 0 if terms.is_whole else quorum_of(terms.threshold, len(plan.members), terms.colluding)
     found = {
         "run": plan.run, "round": plan.round, "attempt": plan.attempt, "bits": plan.bits,
@@ -103,7 +103,7 @@ def require_terms(plan: AttemptPlan, terms: RoundTerms) -> None:
     for name, value in expected.items():
         if found[name] != value:
             raise WireError(
-                f"secure plan: {name}: expected {value}, as instruction and run config say, found {found[name]}"
+                f"secure plan: {name}: expected {value}, from the instruction and the run config, found {found[name]}"
             )
     degree = terms.neighbours if terms.neighbours < len(plan.members) else 0
     if plan.neighbours != degree and (degree or len(plan.members) <= ALL_PAIRS or not plan.neighbours):
@@ -112,7 +112,7 @@ def require_terms(plan: AttemptPlan, terms: RoundTerms) -> None:
 
 @number_refusals("T2")
 def require_roster(plan: AttemptPlan, terms: RoundTerms, demands: SiteRequirements) -> None:
-    """T2, of the roster. It is the one that the site's policy names, and lists every member's signing key."""
+    """T2, for the roster. It is the one named in the site's policy, and lists every member's signing key."""
     if demands.roster and plan.roster != demands.roster:
         raise PolicyError(
             f"roster: this site permits {demands.roster}, found {plan.roster or 'none'}; compare it with the other "
@@ -130,9 +130,9 @@ def require_roster(plan: AttemptPlan, terms: RoundTerms, demands: SiteRequiremen
 
 @number_refusals("T2")
 def require_own_key(plan: AttemptPlan, terms: RoundTerms, site: str, signing_key: str) -> None:
-    """T2, of the site itself. Its name has its own signing key in the plan and in the roster.
+    """T2, for the site itself. The plan and the roster list its own signing key under its name.
 
-    Sites that agree on one roster can trust all its keys only if each site has found its own key there.
+    Sites that agree on one roster can trust all its keys only if each site has found its own key in it.
     """
     own = plan.by_name.get(site)
     if own is None:
@@ -148,7 +148,7 @@ def require_own_key(plan: AttemptPlan, terms: RoundTerms, site: str, signing_key
 
 @number_refusals("T2")
 def require_distinct_keys(plan: AttemptPlan) -> None:
-    """T2, of all. No signing key and no prekey stands under two names."""
+    """T2, for all sites. No signing key or prekey is listed under two names."""
     for keys in ([m.signing_key for m in plan.members], [m.key for m in plan.members]):
         if len(set(keys)) < len(keys):
             raise WireError("secure plan: expected each key once, found one under two names")
@@ -166,7 +166,7 @@ def require_genuine_prekeys(plan: AttemptPlan) -> None:
 
 @number_refusals("T4")
 def require_unspent(plan: AttemptPlan, site: str, unspent: Prekey | None) -> None:
-    """T4. The plan has this site's newest prekey, with which it has not masked."""
+    """T4. The plan has this site's latest prekey, which it has not yet used for masking."""
     if unspent is None or plan.by_name[site] != unspent:
         raise PolicyError(
             "secure: expected this site's latest unused prekey, found a different or used one, or none; request a new "
@@ -176,16 +176,17 @@ def require_unspent(plan: AttemptPlan, site: str, unspent: Prekey | None) -> Non
 
 @number_refusals("T5")
 def require_numbers(plan: AttemptPlan, demands: SiteRequirements) -> None:
-    """T5. The plan's numbers withstand as many colluding sites as it names, and are not below the policy's.
+    """T5. The plan's numbers withstand as many colluding sites as it names, and are not below the policy's minimums.
 
-    Where only the sum of the whole cohort opens, no site agrees to a sum, so a policy that asks how many must refuses.
+    If only the whole cohort's sum can be revealed, no site signs a list, so a policy with a min-threshold refuses.
     """
     sites, quorum, colluding = len(plan.members), plan.quorum, plan.colluding
     least = plan.least_in_sum
     required: tuple[tuple[str, int, int], ...] = (
         ("secure.max-colluders", colluding, demands.colluding),
         *(() if plan.is_whole else (("secure.threshold: 2 q", 2 * quorum, sites + colluding + 1),)),
-        ("secure.threshold: sites of the cohort", sites, max(least, plan.least)),
+        ("secure.min-sites: sites of the cohort", sites, plan.least),
+        ("secure.threshold: sites of the cohort", sites, quorum),
         ("min-cohort: sites of the cohort", sites, demands.min_cohort),
         ("min-cohort: sites in a sum", least, demands.min_cohort),
         ("secure.min-sites: honest sites in a sum", least - colluding, 2),
@@ -208,7 +209,7 @@ def require_numbers(plan: AttemptPlan, demands: SiteRequirements) -> None:
 
 @number_refusals("T6")
 def require_graph(plan: AttemptPlan) -> None:
-    """T6. Shares and masks of the whole cohort are connected widely enough."""
+    """T6. The whole cohort's shares and masks are connected widely enough."""
     if not plan.neighbours:
         if plan.threshold != plan.quorum or len(plan.members) > ALL_PAIRS:
             raise WireError(
@@ -220,7 +221,7 @@ def require_graph(plan: AttemptPlan) -> None:
 
 
 def require_connected(plan: AttemptPlan, sites: Collection[str]) -> None:
-    """T6 and A4. With neighbors, each site has enough holders among these, and no c of them separate the others."""
+    """T6 and A4. With neighbors, each site has enough holders among `sites`, and no c sites separate the others."""
     if not plan.neighbours:
         return
     if plan.threshold < plan.colluding + 1 or graph_connectivity.fewest_partners(plan, sites) < plan.threshold:
@@ -237,7 +238,7 @@ def require_connected(plan: AttemptPlan, sites: Collection[str]) -> None:
 
 @number_refusals("T8")
 def require_entries(plan: AttemptPlan, terms: RoundTerms) -> None:
-    """T8. The table of entries is the plan's, and each entry has enough sites of the cohort, or none."""
+    """T8. The table of entries is the one in the plan, and each entry has enough sites in the cohort, or none."""
     if bool(plan.entries) != terms.has_table:
         asked = "a table" if terms.has_table else "none"
         raise WireError(f"secure plan: entries: expected {asked} for this method, found {plan.entries or 'none'}")
@@ -248,7 +249,7 @@ def require_entries(plan: AttemptPlan, terms: RoundTerms) -> None:
 
 @number_refusals("A5")
 def require_entries_of_sum(plan: AttemptPlan, text: str, in_sum: Collection[str]) -> None:
-    """A5. Each entry comes from enough sites of the list, or from none."""
+    """A5. Each entry comes from enough sites on the list, or from none."""
     if not plan.entries:
         return
     try:
@@ -268,7 +269,7 @@ def _require_digest(plan: AttemptPlan, table: EntryTable | None) -> EntryTable:
 
 @number_refusals("T7")
 def require_later(plan: AttemptPlan, state: SiteSecAggState) -> None:
-    """T7. The site has not masked an update for this attempt or a later one, and has signed no list in this round."""
+    """T7. The site has neither masked an update for this or a later attempt nor signed a list in this round."""
     fence = state.fence
     if fence.masked is not None and (plan.round, plan.attempt) <= fence.masked:
         raise PolicyError(
@@ -293,7 +294,7 @@ def require_continued_state(terms: RoundTerms, state: SiteSecAggState) -> None:
 
 @number_refusals("A3")
 def require_listed(plan: AttemptPlan, in_sum: Collection[str], site: str, demands: SiteRequirements) -> None:
-    """A3. The list contains this site, only sites of the cohort, and enough of them."""
+    """A3. The list contains this site, only sites in the cohort, and enough of them."""
     least = max(plan.least_in_sum, demands.min_cohort)
     if len(set(in_sum)) < len(in_sum) or not set(in_sum) <= plan.by_name.keys() or site not in in_sum:
         raise PolicyError(
@@ -307,9 +308,9 @@ def require_listed(plan: AttemptPlan, in_sum: Collection[str], site: str, demand
 def require_certificate(
     plan: AttemptPlan, in_sum: Collection[str], listed: str, agreed: Mapping[str, str]
 ) -> Mapping[str, str]:
-    """O3. A quorum of the list's sites signed this list. Return their valid signatures.
+    """O3. A quorum of the sites on this list signed it. Return their valid signatures.
 
-    Check nothing and return no signatures if the list is the whole cohort and all pairs share a mask.
+    If the list is the whole cohort and all pairs share a mask, check nothing and return no signatures.
     """
     if len(in_sum) == len(plan.members) and not plan.neighbours and plan.threshold == plan.quorum:
         return {}
@@ -328,7 +329,7 @@ def require_certificate(
 
 @number_refusals("O4")
 def require_rows(plan: AttemptPlan, in_sum: Collection[str], site: str, rows: Collection[str]) -> None:
-    """O4. There is a row of each site in the sum whose shares this site holds, and no other."""
+    """O4. There is a row from each site in the sum whose shares this site holds, and no other row."""
     if set(rows) != {dealer for dealer in in_sum if site in plan.holders(dealer)}:
         raise PolicyError(
             "secure: expected one row of shares for each site in the sum whose shares this site holds, found rows for "

@@ -1,4 +1,4 @@
-"""A site's refusals: each names the rule that was broken, and has a line in the site's audit log."""
+"""A site's refusals: each names the broken rule and adds a line to the site's audit log."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ AuditLogWriter = Callable[[str, Mapping[str, Any]], object]  # appends an event 
 
 
 def ignore_entry(event: str, about: Mapping[str, Any]) -> None:
-    """Write nothing, for sites of one process, which have no audit log."""
+    """Write nothing; for in-process sites, which have no audit log."""
 
 
 @contextlib.contextmanager
 def number_refusals(rule: str) -> Iterator[None]:
-    """Give each error raised inside the number of the rule that it enforces, unless it has one."""
+    """Attach the number of the enforced rule to each error raised inside, unless it already has one."""
     try:
         yield
     except FedVeilError as error:
@@ -28,7 +28,7 @@ def number_refusals(rule: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def log_refusals(write: AuditLogWriter, request: str, about: Mapping[str, Any]) -> Iterator[None]:
-    """Write a line for each error raised inside: the server's request, the rule that was broken, and the reason."""
+    """Write a line for each error raised inside: the server's request, the broken rule, and the reason."""
     try:
         yield
     except FedVeilError as error:

@@ -1,4 +1,4 @@
-"""The form of all messages between sites except the vectors: JSON of fixed fields, bounded before it is read.
+"""The form of all messages between sites except the vectors: JSON with fixed fields, bounded before it is read.
 
 Keys, shares and signatures are hex digits.
 """
@@ -19,9 +19,9 @@ from fedveil.sanitize import sanitize
 
 MOST_BYTES = 64 << 20
 MOST_SITES = 10_000
-ALL_PAIRS = 100  # sites up to which each has a mask with every other one
+ALL_PAIRS = 100  # number of sites up to which each site has a mask with every other site
 MOST_NEIGHBORS = 254  # a share has one of 255 places
-MOST_HOLDERS = MOST_NEIGHBORS  # of one site's secrets
+MOST_HOLDERS = MOST_NEIGHBORS  # maximum number of holders of one site's secrets
 MOST_ROW_BYTES = 12 + 16 * (1 + MOST_NEIGHBORS) + 16  # nonce, shares of a site's own secret and of its pairs', tag
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
@@ -56,7 +56,7 @@ class SecAggMessage(BaseModel):
 
     @classmethod
     def from_bytes(cls: type[S], data: bytes | memoryview) -> S:
-        """Parse the message. Raise WireError if the data do not match this schema."""
+        """Parse the message. Raises WireError if the data do not match this schema."""
         if len(data) > MOST_BYTES:
             raise WireError(f"{cls.__name__}: expected at most {MOST_BYTES} bytes, found {len(data)}")
         try:
@@ -71,7 +71,7 @@ class SecAggMessage(BaseModel):
 
 
 def describe_malformed(what: str, error: ValidationError) -> WireError:
-    """Return an error that says what is wrong, without the offending value."""
+    """Return an error that describes the problem without the offending value."""
     first = error.errors(include_url=False, include_input=False)[0]
     where = sanitize(".".join(map(str, first["loc"])), 100)
     return WireError(f"{what}: {where}: expected another form ({first['type']})")

@@ -1,12 +1,12 @@
-"""The server's part before a round: the prekeys of the sites, and the plan of an attempt.
+"""The server's part before a round: the sites' prekeys, and the plan of an attempt.
 
 | case | what happens |
 |---|---|
 | a site without an unused prekey | it is asked for one; without an answer it is left out of the cohort |
-| a site that has agreed to a sum of this round, or masked in a later one | it is left out of the cohort |
-| a site that says it has masked for a thousand attempts at this round | it is left out: numbers could be used up |
+| a site that has agreed to a sum in this round, or masked in a later round | it is left out of the cohort |
+| a site that says it has masked for a thousand attempts at this round | it is left out: numbers could run out |
 | a site whose shares do not reconstruct its secret | the run continues without it (`expel`) |
-| a restart | every site is asked again; no key and no attempt's number is used twice. The owners of keys and expelled
+| a restart | every site is asked again; no key or attempt number is used twice. The owners of keys and the expelled
   sites are restored (`known_sites`) |
 """
 
@@ -25,8 +25,8 @@ from fedveil.federation.secagg.schema import ALL_PAIRS, MOST_NEIGHBORS
 from fedveil.federation.secagg.unmasking import UnmaskingAttempt
 
 _MOST_ATTEMPTS = 1000
-_ABSENT = 0.2  # fraction of the cohort that may be absent where the server derives the number of neighbors
-_FAILURES = 1e-6  # chance that a round is repeated because some site has too few holders
+_ABSENT = 0.2  # fraction of the cohort that may be absent when the server derives the number of neighbors
+_FAILURES = 1e-6  # probability that a round is repeated because some site has too few holders
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class SecAggConfig:
 
     Attributes:
         least: minimum number of sites in a sum.
-        threshold: q, or 0: more than two thirds of a cohort.
-        neighbours: k, or 0: all pairs up to 100 sites, above it a number derived from the cohort's size.
-        bits, most_weight, bound: of the ring.
-        colluding: c, sites that may work with a lying server.
-        noise: where the noise reaches its full scale.
-        is_whole: only sums of whole cohorts open.
+        threshold: q; 0 means more than two thirds of a cohort.
+        neighbours: k; 0 means all pairs up to 100 sites, and beyond that a number derived from the cohort's size.
+        bits, most_weight, bound: parameters of the ring.
+        colluding: c, the number of sites that may collude with a lying server.
+        noise: where the noise reaches its full scale, at each "site" or only in the "sum".
+        is_whole: True if only sums over whole cohorts can be revealed.
     """
 
     least: int = 3
@@ -54,7 +54,7 @@ class SecAggConfig:
     is_whole: bool = False
 
     def quorum(self, sites: int) -> int:
-        """Return q for a cohort of this many sites; 0 if only sums of whole cohorts open."""
+        """Return q for a cohort of this many sites; 0 if only sums over whole cohorts can be revealed."""
         if self.is_whole:
             return 0
         return quorum_of(self.threshold, sites, self.colluding)
@@ -74,7 +74,7 @@ class SecAggConfig:
         return derive_graph(sites, max(self.colluding, -(-sites // 20)))
 
     def check_cohort(self, sites: int) -> None:
-        """Raise QuorumError if the sites would refuse every plan for a cohort of this many."""
+        """Raise QuorumError if the sites would refuse every plan for a cohort of this size."""
         quorum, colluding = self.quorum(sites), self.colluding
         least = max(sites if self.is_whole else quorum, self.least)
         if self.is_whole and sites > ALL_PAIRS:
@@ -108,7 +108,7 @@ class SecAggConfig:
 def derive_graph(sites: int, colluding: int) -> tuple[int, int]:
     """Return the smallest number of neighbors k, and t, for a cohort and this many colluding sites.
 
-    With a fifth of the cohort absent at random, a site has too few neighbors in one round of a million at most.
+    With a fifth of the cohort absent at random, some site has too few neighbors in at most one round in a million.
 
     Raises:
         QuorumError: more than 254 neighbors would be needed.
@@ -126,7 +126,7 @@ def derive_graph(sites: int, colluding: int) -> tuple[int, int]:
 
 @lru_cache
 def _threshold(sites: int, degree: int, colluding: int) -> int:
-    """Return the largest t with which a round is repeated once in a million times at most, and at least c + 1."""
+    """Return the largest t for which at most one round in a million is repeated, but at least c + 1."""
     shares = colluding + 1
     while shares < degree and too_few_neighbors(sites, degree, int(_ABSENT * sites), shares + 1) <= _FAILURES:
         shares += 1
@@ -135,13 +135,13 @@ def _threshold(sites: int, degree: int, colluding: int) -> int:
 
 @dataclass
 class SecAggCoordinator:
-    """The prekeys of one run, as the server knows them. All of them are public.
+    """A run's prekeys, as known to the server. All of them are public.
 
     Attributes:
-        run: its name with its id.
-        app: SHA-256 of the bundle; "" where no site determines it.
-        config: digest of run config, method and fields.
-        roster: signing keys by name, from the federation's registry; {} if none is known.
+        run: the run's name with its ID.
+        app: SHA-256 of the bundle; "" if no site determines it.
+        config: digest of the run config, the method and its fields.
+        roster: signing keys by name, from the federation's registry; {} if none are known.
         ready: unused prekeys, by site, with the sites' last attempts.
         expelled: sites that no longer take part, with the reason.
     """
@@ -153,7 +153,7 @@ class SecAggCoordinator:
     app: str = ""
     ready: dict[str, KeysResponse] = field(default_factory=dict)
     expelled: dict[str, str] = field(default_factory=dict)
-    _attempts: dict[int, int] = field(default_factory=dict)  # by round, the last one that began
+    _attempts: dict[int, int] = field(default_factory=dict)  # the most recent attempt of each round
     _signers: dict[str, str] = field(default_factory=dict)  # sites by signing key
     _owners: dict[str, str] = field(default_factory=dict)  # sites by prekey
     _latest: dict[str, str] = field(default_factory=dict)  # the last prekey of each site
@@ -163,7 +163,7 @@ class SecAggCoordinator:
         return KeysRequest(run=self.run)
 
     def admit(self, site: str, answer: KeysResponse) -> None:
-        """Accept a prekey. Raises WireError if it is of another name or site, or not signed by its owner."""
+        """Accept a prekey. Raises WireError if it has a different name or site, or is not signed by its owner."""
         self._require_own(site, answer.prekey)
         self.ready[site] = answer
 
@@ -186,7 +186,7 @@ class SecAggCoordinator:
                 f"secure: expected the prekey of {site}, signed with its registered key, found a different site, key "
                 "or signature"
             )
-        # A plan shows a site's prekey to the others, so whoever shows a key first is its owner for the rest of the run.
+        # A plan shows a site's prekey to the others, so the first site to show a key owns it for the rest of the run.
         shown = (prekey.key, "prekey", self._owners), (prekey.signing_key, "signing key", self._signers)
         for key, what, owners in shown:
             if (owner := owners.setdefault(key, site)) != site:
@@ -194,23 +194,23 @@ class SecAggCoordinator:
         self._latest[site] = prekey.key
 
     def known_sites(self) -> dict[str, dict[str, str]]:
-        """Return what a restart must not forget: expelled sites, sites by signing key, and each site's last prekey.
+        """Return the data that a restart must keep: expelled sites, sites by signing key, and each site's last prekey.
 
-        An earlier prekey needs no owner any more: its site never uses it again.
+        Earlier prekeys no longer need an owner, because their sites never use them again.
         """
         return {"expelled": dict(self.expelled), "signers": dict(self._signers), "prekeys": dict(self._latest)}
 
     def restore_sites(
         self, expelled: Mapping[str, str], signers: Mapping[str, str], prekeys: Mapping[str, str]
     ) -> None:
-        """Continue with what `known_sites` returned before a restart."""
+        """Restore the data that `known_sites` returned before a restart."""
         self.expelled |= expelled
         self._signers |= signers
         self._latest |= prekeys
         self._owners |= {key: site for site, key in prekeys.items()}
 
     def forget(self, site: str) -> None:
-        """Forget a site's prekey after a failed client round: it may be used up, or lost."""
+        """Forget a site's prekey after a failed client round, because it may be used or lost."""
         self.ready.pop(site, None)
 
     def expel(self, site: str, reason: str) -> None:
@@ -219,7 +219,7 @@ class SecAggCoordinator:
         self.expelled[site] = f"secure: {reason}, so the run continues without it"
 
     def refusals(self, round_: int) -> dict[str, str]:
-        """Return the sites with prekeys that would refuse every plan of this round, with the reason."""
+        """Return the sites with prekeys that would refuse every plan in this round, with the reason."""
         refused = {}
         for site, answer in self.ready.items():
             if answer.signed is not None and answer.signed >= round_:
@@ -231,11 +231,11 @@ class SecAggCoordinator:
         return refused
 
     def _uses_up(self, attempt: int, round_: int) -> bool:
-        """Return whether a site names so late an attempt that numbers could be used up, which was none of this run."""
+        """Return whether a site names an attempt that this run never made, so high that the numbers could run out."""
         return attempt >= _MOST_ATTEMPTS and attempt > self._attempts.get(round_, -1)
 
     def next_attempt(self, round_: int, cohort: Collection[str]) -> int:
-        """Return the number of the next attempt at a round, above those that server and cohort remember."""
+        """Return the number of the next attempt at a round, above all numbers that the server and cohort remember."""
         after = [self.ready[site].after for site in cohort]
         numbers = [position[1] for position in after if position is not None and position[0] == round_]
         return 1 + max([*numbers, self._attempts.get(round_, -1)])

@@ -1,11 +1,11 @@
-"""Split secrets of 16 bytes into shares: any t reconstruct the secret, fewer reveal nothing (Shamir, 1979).
+"""Split 16-byte secrets into shares: any t shares reconstruct the secret, fewer reveal nothing (Shamir, 1979).
 
 The arithmetic is in GF(2^8) with x^8 + x^4 + x^3 + x + 1, byte by byte:
 
     byte k of the share at place z = secret[k] + sum over d = 1 .. t - 1 of c_d[k] z^d,    z = 1 .. 255
 
-The coefficients c_d are from the operating system. Splitting all secrets of a site at once with a table of products
-takes milliseconds where arithmetic in GF(2^128) on Python's integers takes seconds.
+The coefficients c_d come from the operating system. Splitting all secrets of a site at once with a product table
+takes milliseconds, whereas arithmetic in GF(2^128) on Python integers takes seconds.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ def _multiply_all() -> Bytes:
 
 
 PRODUCTS: Bytes = _multiply_all()
-INVERSES: Bytes = np.argmax(PRODUCTS == 1, axis=1).astype(np.uint8)  # of 0: 0
+INVERSES: Bytes = np.argmax(PRODUCTS == 1, axis=1).astype(np.uint8)  # the entry for 0 is 0
 
 
 def split_secrets(secrets: Sequence[bytes], threshold: int, places: int) -> list[list[bytes]]:
     """Split secrets into shares for places 1 to `places`, so that any `threshold` shares of a secret reconstruct it.
 
-    Returns for each place the shares of all secrets, in their order.
+    Returns, for each place, the shares of all secrets in order.
 
     Raises:
-        ValueError: a secret of a wrong length, or a threshold that is not from 1 to `places`, or too many places.
+        ValueError: a secret has the wrong length, the threshold is not from 1 to `places`, or `places` is too large.
     """
     for secret in secrets:
         if len(secret) != SECRET_BYTES:
@@ -75,7 +75,7 @@ def evaluate_shares(constant: Bytes, coefficients: NDArray[Any], places: int) ->
     """Evaluate the polynomials at places 1 to `places`; see `split_secrets`.
 
     Args:
-        constant: the secrets' bytes, one after the other.
+        constant: the concatenated bytes of the secrets.
         coefficients: (t - 1, bytes), c_1 first.
     """
     at_places = []
@@ -92,7 +92,7 @@ def combine_shares(shares: Mapping[int, bytes]) -> bytes:
     """Reconstruct a secret from shares by place; with fewer shares than the threshold the result is noise.
 
     Raises:
-        ValueError: no share, a share of another length, or a place that is not from 1 to 255.
+        ValueError: no share, a share of the wrong length, or a place that is not from 1 to 255.
     """
     if not shares or any(len(share) != SECRET_BYTES for share in shares.values()):
         raise ValueError(f"shares: expected at least one, each of {SECRET_BYTES} bytes")

@@ -1,27 +1,26 @@
-"""A site's half: it makes keys, masks its vector, agrees to one list of a sum's sites, and opens shares for it.
+"""The site's half: create keys, mask the vector, agree to one list of a sum's sites, and reveal shares for it.
 
-The server may lie, repeat, restart and show each site something else. The rules are in plan_checks.py.
+The server may lie, repeat, restart and show different things to different sites. The rules are in plan_checks.py.
 
 | request | answer | refused |
 |---|---|---|
 | keys | the unused prekey, the same until it is used | another run |
 | to mask | the masked vector, with shares under this plan's keys; the prekey is spent | T1 to T9, T11 |
-| to agree | the signature of the list; again for the same list | another plan than the one masked for, a second list
-  of it, A3, A4 |
-| to open | a share of each secret that the sum needs; again the same | as to agree, O3, O4 |
+| to agree | the signature of the list; the same if asked again about this list | a plan other than the one it masked
+  for, a second list for that plan, A3, A4 |
+| to open | a share of each secret that the sum needs; the same if asked again | as for agreeing, and O3, O4 |
 
-The site saves its new state before it answers, so a crash does not make it answer twice. Between the two it writes a
-line to its audit log, and one for each refusal:
+The site saves its new state before it answers, so a crash does not make it answer twice. After saving and before
+answering, it writes a line to its audit log; it also writes a line for each refusal:
 
-| event | says |
+| event | content |
 |---|---|
 | masked | run, round, attempt, p, numbers of the plan, digests of everything that the plan binds |
 | signed | p, L, number of sites in the sum, missing sites |
-| opened | as signed; the valid signatures of the list, rows that could not be read, distance to the last opened sum |
+| opened | the same; also the list's valid signatures, rows that could not be read, distance to the last opened sum |
 | sum-refused | the request, the broken rule's number, the reason |
 
- A plan for which it has
-masked once is never masked for again, even if the round fails.
+The site masks at most once for a plan, even if the round fails.
 """
 
 from __future__ import annotations
@@ -60,11 +59,11 @@ class SecAggSite:
     """One site in one run.
 
     Attributes:
-        run: its name with its id.
-        name: the name by which the server knows the site.
-        signing_key: private, 32 bytes.
-        boot: returns the id of the machine's boot, "" where the system has none. Raises StateError.
-        audit_log: appends a line to the site's audit log. Raises StateError; then the site does not answer.
+        run: the run's name with its ID.
+        name: the server's name for the site.
+        signing_key: the private key, 32 bytes.
+        boot: returns the ID of the machine's current boot, or "" if the system has none. Raises StateError.
+        audit_log: appends a line to the site's audit log. If it raises StateError, the site does not answer.
     """
 
     run: str
@@ -86,7 +85,7 @@ class SecAggSite:
         return {**about, "round": plan.round, "attempt": plan.attempt, "plan": plan.digest}
 
     def ready(self, asked: KeysRequest) -> KeysResponse:
-        """Return the unused prekey, which is made at the first request. Raises PolicyError for another run."""
+        """Return the unused prekey, creating it at the first request. Raises PolicyError for a different run."""
         with self.log_refusals("keys"), self.store.alone():
             if asked.run != self.run:
                 with number_refusals("K1"):
@@ -102,7 +101,7 @@ class SecAggSite:
     def begin(self, plan: AttemptPlan, terms: RoundTerms) -> None:
         """Check a plan before training. Raises PolicyError, WireError, StateError."""
         with self.log_refusals("mask", plan), self.store.alone():
-            self._boot()  # if it cannot be read, masking would fail, after training
+            self._boot()  # if it cannot be read, masking would fail after training
             self._check_plan(self._load(), plan, terms)
 
     def _check_plan(self, state: SiteSecAggState, plan: AttemptPlan, terms: RoundTerms) -> None:
@@ -115,7 +114,7 @@ class SecAggSite:
         plan_checks.require_numbers(plan, self.demands)
         plan_checks.require_later(plan, state)
         plan_checks.require_continued_state(terms, state)
-        # What costs a signature for each site, or grows with their square, is checked last.
+        # Checks that need a signature per site, or whose cost is quadratic in the number of sites, come last.
         plan_checks.require_genuine_prekeys(plan)
         plan_checks.require_graph(plan)
         plan_checks.require_entries(plan, terms)
@@ -138,7 +137,7 @@ class SecAggSite:
                 if self.name in plan.holders(dealer)
             }
             live: LivePlan | None = LivePlan(plan=p, rows=rows, boot=self._boot(), phase="masked", list="", answer=None)
-            if plan.is_whole:  # there is nothing to sign or to open
+            if plan.is_whole:  # there is nothing to sign or reveal
                 live = None
             fence = self._fence_after(state, plan, terms)
             after = _with_new_prekey(state.model_copy(update={"live": live, "fence": fence}))
@@ -183,7 +182,7 @@ class SecAggSite:
         )
 
     def _fence_after(self, state: SiteSecAggState, plan: AttemptPlan, terms: RoundTerms) -> Fence:
-        """Return the fence of a site that masks for a plan."""
+        """Return the fence for a site that masks for a plan."""
         return state.fence.model_copy(
             update={
                 "masked": (plan.round, plan.attempt),
@@ -195,7 +194,7 @@ class SecAggSite:
         )
 
     def agree(self, asked: AgreeRequest) -> AgreeResponse:
-        """Sign the list of a sum's sites. Raises PolicyError, StateError; then nothing is signed."""
+        """Sign the list of a sum's sites. If this raises PolicyError or StateError, nothing is signed."""
         plan, listed = asked.plan, list_digest(asked.plan.digest, asked.in_sum)
         with self.log_refusals("agree", plan), self.store.alone():
             state = self._load()
@@ -216,7 +215,7 @@ class SecAggSite:
         """Return this holder's shares for one list, without those that it cannot decrypt.
 
         Raises:
-            PolicyError, StateError: no share is opened.
+            PolicyError, StateError: no share is revealed.
         """
         plan, listed = asked.plan, list_digest(asked.plan.digest, asked.in_sum)
         with self.log_refusals("open", plan), self.store.alone():
@@ -230,7 +229,7 @@ class SecAggSite:
             if live.answer is not None:
                 self.audit_log("opened", {**about, "repeated": True})
                 return live.answer
-            if live.phase == "masked":  # to open is to agree
+            if live.phase == "masked":  # opening implies agreeing
                 self._check_list(plan, asked.table, asked.in_sum)
             signatures = plan_checks.require_certificate(plan, asked.in_sum, listed, asked.agreed)
             plan_checks.require_rows(plan, asked.in_sum, self.name, asked.rows)
@@ -241,8 +240,8 @@ class SecAggSite:
             self.audit_log("opened", {**about, "signatures": signatures, "unread": answer.unread, "distance": distance})
         if distance is not None and 0 < distance < (honest := plan.least_in_sum - plan.colluding):
             log.warning(
-                "this sum's sites differ from those of the last one by %d, fewer than %d: what both sums say together "
-                "is of few sites, and only noise (dp.*) bounds it", distance, honest,
+                "this sum's sites differ from the last sum's by %d, fewer than %d: the two sums together reveal data "
+                "about few sites, and only noise (dp.*) bounds that", distance, honest,
             )  # fmt: skip
         return answer
 
@@ -257,7 +256,7 @@ class SecAggSite:
                 shares = derivations.decrypt_row(
                     bytes.fromhex(live.rows[dealer]), asked.rows[dealer], 1 + len(partners), p, dealer, self.name
                 )
-            except WireError as error:  # the dealer's fault, or the server's: the other shares are good
+            except WireError as error:  # the dealer's or the server's fault; the other shares are good
                 log.warning("secure: %s: %s; it is left out", dealer, error)
                 unread.append(dealer)
                 continue
@@ -283,7 +282,7 @@ class SecAggSite:
         self.store.save(state.model_copy(update={"live": live, "fence": fence}))
 
     def _live(self, state: SiteSecAggState, plan: AttemptPlan) -> LivePlan:
-        """A1 and O1. Return the live plan. Raises PolicyError if it is another one, or none of this boot."""
+        """A1 and O1. Return the live plan. Raises PolicyError for a different plan, or if this boot has no plan."""
         if plan.run != self.run or state.live is None or state.live.plan != plan.digest:
             raise PolicyError(
                 "secure: expected the plan for which this site last masked an update, found a different plan; no "
@@ -296,7 +295,7 @@ class SecAggSite:
             return self.boot()
 
     def _load(self) -> SiteSecAggState:
-        """Return the stored state, without a plan of another boot: the state may be an old copy."""
+        """Return the stored state without a plan from another boot, because the state may be an old copy."""
         state = self.store.load() or SiteSecAggState()
         if state.live is not None and state.live.boot != self._boot():
             state = state.model_copy(update={"live": None})
@@ -319,7 +318,7 @@ class SecAggSite:
 
 
 def _describe_plan(plan: AttemptPlan) -> Mapping[str, Any]:
-    """Return everything of a plan that a site's audit log records: its numbers, and what it binds."""
+    """Return the parts of a plan that a site's audit log records: its numbers, and the digests that it binds."""
     return {
         "cohort": len(plan.members),
         "quorum": plan.quorum,
@@ -335,7 +334,7 @@ def _describe_plan(plan: AttemptPlan) -> Mapping[str, Any]:
 
 
 def _describe_list(plan: AttemptPlan, in_sum: Collection[str]) -> Mapping[str, Any]:
-    """Return what a site's audit log records of a list: its digest, how many sites it has, and which it misses."""
+    """Return the facts about a list that a site's audit log records: digest, number of sites, and missing sites."""
     missing = [site for site in plan.cohort if site not in in_sum]
     return {"list": list_digest(plan.digest, in_sum), "summed": len(in_sum), "missing": missing}
 
@@ -346,4 +345,4 @@ def _with_new_prekey(state: SiteSecAggState) -> SiteSecAggState:
 
 
 def _second_list() -> PolicyError:
-    return PolicyError("secure: this site has agreed to another list of this plan; it never opens two")
+    return PolicyError("secure: this site has already agreed to another list for this plan; it never opens two")

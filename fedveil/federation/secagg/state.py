@@ -1,8 +1,8 @@
-"""A site's stored state of a run in secure aggregation, and its stores.
+"""A site's stored secure aggregation state for a run, and the stores for it.
 
-    none -> masked(p) -> signed(p, L) -> opened(p, L), or from masked(p) to opened(p, L) at once
+    none -> masked(p) -> signed(p, L) -> opened(p, L), or from masked(p) directly to opened(p, L)
 
-From each, a plan of a later attempt leads to masked(p'). A state is on disk before anything that follows from it
+From each state, a plan for a later attempt leads to masked(p'). A state is on disk before anything that depends on it
 leaves the site.
 """
 
@@ -20,21 +20,21 @@ Phase = Literal["masked", "signed", "opened"]
 
 
 class UnspentPrekey(SecAggMessage):
-    """A prekey with its private half, with which the site has not masked yet."""
+    """A prekey that the site has not yet used for masking, with its private half."""
 
     number: Number
     private: Key
 
 
 class LivePlan(SecAggMessage):
-    """The last plan for which the site masked, until a later one.
+    """The last plan for which the site masked, until it masks for a later plan.
 
     Attributes:
         plan: its digest.
-        rows: keys of the rows of shares to this site, by the site that made them; empty once opened.
-        boot: id of the machine's boot; a plan of another boot is dropped.
+        rows: keys of the share rows for this site, by the site that made them; empty once opened.
+        boot: ID of the machine's boot; a plan from another boot is dropped.
         list: digest of the list to which the site agreed; "" while `phase` is "masked".
-        answer: the response with which the site opened its shares.
+        answer: the response in which the site revealed its shares.
     """
 
     plan: Digest
@@ -49,9 +49,9 @@ class Fence(SecAggMessage):
     """A record of steps that the site never takes again, even if it loses its keys.
 
     Attributes:
-        masked: round and attempt for which it masked last.
-        signed: the last round in which it agreed to a list, or may mask no second time.
-        kept: it has continued from private state.
+        masked: last round and attempt for which the site masked.
+        signed: the last round in which the site agreed to a list, or must not mask a second time.
+        kept: True if the site has continued from private state.
     """
 
     masked: Annotated[Position | None, Field(strict=False)] = None
@@ -60,12 +60,12 @@ class Fence(SecAggMessage):
 
 
 class SiteSecAggState(SecAggMessage):
-    """A site's stored state of one run.
+    """A site's stored state for one run.
 
     Attributes:
         next: the unused prekey.
-        number: prekeys made so far.
-        last_sum: sites of the sum that it opened last.
+        number: number of prekeys made so far.
+        last_sum: sites in the last sum that this site opened.
     """
 
     next: UnspentPrekey | None = None
@@ -76,14 +76,14 @@ class SiteSecAggState(SecAggMessage):
 
 
 class SecAggStore(Protocol):
-    """A store for a site's state of secure aggregation."""
+    """A store for a site's secure aggregation state."""
 
     def alone(self) -> AbstractContextManager[None]:
-        """Return a lock held from reading to writing, so that concurrent requests are answered one after the other."""
+        """Return a lock to hold from reading to writing, so that concurrent requests are answered one at a time."""
         ...
 
     def load(self) -> SiteSecAggState | None:
-        """Return the state that was saved last; None at first."""
+        """Return the last saved state, or None if none was saved."""
         ...
 
     def save(self, kept: SiteSecAggState) -> None:
@@ -95,14 +95,14 @@ class MemorySecAggStore:
     """A store in memory, for a federation in one process."""
 
     def alone(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing, since no other process uses this store."""
+        """Return a context that does nothing, because no other process uses this store."""
         return nullcontext()
 
     def __init__(self) -> None:
         self._kept: SiteSecAggState | None = None
 
     def load(self) -> SiteSecAggState | None:
-        """Return the state that was saved last."""
+        """Return the last saved state."""
         return self._kept
 
     def save(self, kept: SiteSecAggState) -> None:

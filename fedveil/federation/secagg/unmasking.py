@@ -2,15 +2,15 @@
 
 | case | what happens |
 |---|---|
-| an upload of another plan, with a wrong signature, digest or holder | it is refused; its site is silent |
-| both ends of a pair name different secrets | the attempt is thrown away before a list is signed; see `disputes` |
+| an upload for another plan, or with a wrong signature, digest or holder | it is refused; its site is silent |
+| the two ends of a pair name different secrets | the attempt is discarded before a list is signed; see `disputes` |
 | fewer uploads than max(q, least), or a graph that c sites can cut | the attempt is discarded; no site signs a list |
-| any upload is missing, and only the whole cohort's sum opens | the round is lost: its sites mask once in it |
-| fewer than q signatures of the list, or than t shares of a secret | the round is lost: sites have agreed to a sum |
-| a share that does not match the digest that its site gave | it is left out, and others are waited for |
-| shares that match but open another secret | the round is lost, and their site is `faulty`: it signed both |
+| any upload is missing, and only the whole cohort's sum can be revealed | the round is lost: its sites mask only once |
+| fewer than q signatures of the list, or t shares of a secret | the round is lost: sites have agreed to a sum |
+| a share that does not match the digest from its site | it is ignored, and the server waits for others |
+| shares that match but reveal a different secret | the round is lost, and their site is `faulty`: it signed both |
 
-An adversary that gets a site left out of later cohorts has two sums that differ by it. So a site is excluded
+An adversary that gets a site excluded from later cohorts has two sums that differ by that site. So a site is excluded
 without its partner only if it certainly lies: more sites report it than can lie or be silent.
 """
 
@@ -36,7 +36,7 @@ from fedveil.federation.secagg.messages import (
 )
 from fedveil.federation.secagg.plan import AttemptPlan, agreed_text, list_digest
 
-Secret = tuple[str, str]  # a site in the sum, and a silent partner of it; "" = the secret of its own mask
+Secret = tuple[str, str]  # a site in the sum, and its silent partner, or "" for the secret of its own mask
 
 
 @dataclass
@@ -46,8 +46,8 @@ class UnmaskingAttempt:
     Attributes:
         plan: the plan sent to its sites.
         table: text of the plan's table of entries; "" if it has none.
-        uploads: attachments of the uploads that are in the sum.
-        in_sum: their sites, sorted, once the list is closed; empty before.
+        uploads: attachments of the uploads in the sum.
+        in_sum: the sites of these uploads, sorted; empty until the list is closed.
         agreed: signatures of the list, by site.
     """
 
@@ -64,7 +64,7 @@ class UnmaskingAttempt:
     def from_pending(
         cls, plan: AttemptPlan, table: str, uploads: Mapping[str, UploadAttachment], total: Integers
     ) -> UnmaskingAttempt:
-        """Return the attempt with uploads that an earlier process of the server has checked and added up."""
+        """Return the attempt with uploads that an earlier server process has checked and added up."""
         return cls(plan, table, dict(uploads), _total=total)
 
     @property
@@ -76,7 +76,7 @@ class UnmaskingAttempt:
     # Uploads
 
     def check(self, site: str, vector: Integers, attached: UploadAttachment) -> None:
-        """Raise WireError for a late or repeated upload, or one that its site did not make for this plan."""
+        """Raise WireError for a late or repeated upload, or an upload that its site did not make for this plan."""
         plan = self.plan
         if site not in plan.by_name or site in self.uploads or self.in_sum:
             raise WireError(f"secure: expected one upload per site before the list is closed; found one from {site}")
@@ -92,7 +92,7 @@ class UnmaskingAttempt:
             )
         if plan.is_whole == bool(attached.own):
             asked = "no mask" if plan.is_whole else "a mask"
-            raise WireError(f"secure: expected {asked} of {site} alone beside those of its pairs, found the opposite")
+            raise WireError(f"secure: expected {asked} of {site}'s own besides its pairwise masks, found the opposite")
         count = 1 + len(partners)
         rows = {(len(shares), len(attached.rows[holder]) // 2) for holder, shares in attached.shares.items()}
         if rows - {(count, derivations.row_bytes(count))}:
@@ -110,7 +110,7 @@ class UnmaskingAttempt:
 
     @property
     def disputes(self) -> list[tuple[str, str]]:
-        """Return the pairs of uploaded sites that name different secrets for their common mask."""
+        """Return the pairs of sites with uploads that name different secrets for their shared mask."""
         uploads = self.uploads
         return [
             (site, other)
@@ -123,7 +123,7 @@ class UnmaskingAttempt:
 
     @property
     def digest(self) -> str:
-        """Return L."""
+        """Return L, the digest of the list."""
         return list_digest(self.plan.digest, self.in_sum)
 
     @property
@@ -133,14 +133,14 @@ class UnmaskingAttempt:
 
     @property
     def needs_agreement(self) -> bool:
-        """Return whether the list's sites must sign it before their shares open: a site is missing, or neighbors."""
+        """Return whether sites must sign the list before revealing shares, as with missing sites or neighbors."""
         return bool(self.silent) or bool(self.plan.neighbours)
 
     def close(self) -> None:
         """Close the list of uploads.
 
         Raises:
-            QuorumError: the sites would sign no such list; none is asked.
+            QuorumError: the sites would not sign such a list, so no site is asked.
         """
         plan, sites = self.plan, sorted(self.uploads)
         if plan.is_whole and self.silent:
@@ -168,12 +168,12 @@ class UnmaskingAttempt:
         self.in_sum = tuple(sites)
 
     def agree_requests(self) -> dict[str, AgreeRequest]:
-        """Return the request to each site of the closed list to sign it."""
+        """Return the request to each site on the closed list to sign it."""
         request = AgreeRequest(plan=self.plan, table=self.table, in_sum=self.in_sum)
         return dict.fromkeys(self.in_sum, request)
 
     def take_agreement(self, site: str, answer: AgreeResponse) -> None:
-        """Accept a site's signature of the list. Raises WireError for another list or signature."""
+        """Accept a site's signature of the list. Raises WireError for a different list or an invalid signature."""
         key = bytes.fromhex(self.plan.by_name[site].signing_key)
         is_same = (answer.plan, answer.list) == (self.plan.digest, self.digest)
         if not is_same or not crypto.is_signed(
@@ -183,10 +183,10 @@ class UnmaskingAttempt:
         self.agreed[site] = answer.signature
 
     def open_requests(self) -> dict[str, OpenRequest]:
-        """Return the request for shares to each site of the closed list; none if the pairs' masks cancel without.
+        """Return the request for shares to each site on the closed list; none if the pairwise masks already cancel.
 
         Raises:
-            QuorumError: too few sites have signed the list; none would open its shares.
+            QuorumError: too few sites have signed the list, so no site would reveal its shares.
         """
         plan = self.plan
         if plan.is_whole:
@@ -215,7 +215,7 @@ class UnmaskingAttempt:
         """Accept a holder's shares.
 
         Raises:
-            WireError: the holder sent shares that were not requested (none is accepted), or shares that do not match
+            WireError: the holder sent shares that were not requested (none are accepted), or shares that do not match
             their digests (the others are accepted).
         """
         plan = self.plan
@@ -264,13 +264,13 @@ class UnmaskingAttempt:
 
     @property
     def wanting(self) -> list[str]:
-        """Return the sites that have a secret with too few opened shares so far."""
+        """Return the sites that still have a secret with too few revealed shares."""
         t = self.plan.threshold
         return sorted({site for site, other in self._secrets() if len(self._opened.get((site, other), {})) < t})
 
     @property
     def faulty(self) -> dict[str, str]:
-        """Return the sites that certainly lied, with the reason; if one of two sites lied, return both."""
+        """Return the sites that certainly lied, with the reason; if one of two sites must have lied, return both."""
         plan = self.plan
         named: dict[str, str] = {}
         if disputes := self.disputes:
@@ -306,7 +306,7 @@ class UnmaskingAttempt:
         return total
 
     def own_masks(self) -> dict[str, mask_streams.MaskStream]:
-        """Return the streams that remove the own mask of each site in the sum, from the opened shares."""
+        """Return the streams that remove each site's own mask from the sum, from the revealed shares."""
         p = self.plan.digest
         return {
             site: negate_mask(derivations.own_mask(self._secret(site, other), p, site))
@@ -315,7 +315,7 @@ class UnmaskingAttempt:
         }
 
     def _pair_masks(self) -> Iterator[mask_streams.MaskStream]:
-        """Yield the streams that remove the masks which sites in the sum share with silent ones."""
+        """Yield the streams that remove the masks that sites in the sum share with silent sites."""
         for site, other in self._secrets():
             if other:
                 secret = self._secret(site, other)
@@ -327,7 +327,7 @@ class UnmaskingAttempt:
         return secret
 
     def _rebuilt(self, site: str, other: str) -> bytes | None:
-        """Reconstruct a secret from t shares; None if it is not the one that the site used for masking."""
+        """Reconstruct a secret from t shares; return None if the site did not use this secret for masking."""
         plan, attached = self.plan, self.uploads[site]
         shares = list(self._opened[site, other].items())[: plan.threshold]
         secret = shamir.combine_shares({plan.place(site, holder): share for holder, share in shares})
@@ -344,7 +344,7 @@ def negate_mask(mask: mask_streams.MaskStream) -> mask_streams.MaskStream:
 
 
 def _liars(disputes: Collection[tuple[str, str]], colluding: int, reason: str) -> dict[str, str]:
-    """Return sites to exclude: one in dispute with more than `colluding` others; otherwise both of a pair."""
+    """Return the sites to exclude: one in dispute with more than `colluding` others, or else both sites of a pair."""
     counts: Mapping[str, int] = Counter(site for pair in disputes for site in pair)
     named = {site: reason for site, count in counts.items() if count > colluding}
     for pair in disputes:

@@ -1,4 +1,4 @@
-"""The port of the sites: checks on each registered site's calls, so that a reply counts only for the site that sent it.
+"""The fleet port: checks on each registered site's calls, so that a reply counts only for the site that sent it.
 
     a call -> flower/fleet_calls.py or flower/fleet_http.py    before it is parsed
            -> port.py                                          the hook into Flower; call_rates.py, delivered.py

@@ -1,25 +1,25 @@
-"""Check the tree of objects that a site announces with a reply; FedVeil's sites send only one form.
+"""Check the object tree that a site announces with a reply; FedVeil's sites send trees in only one form.
 
     Message -- RecordDict -- ArrayRecord -- Array -- ArrayChunk      (a slice of the upload; many)
                           -- ConfigRecord                            (the head of the site's log; at most three)
 
-Flower registers every announced object in one transaction, and all sites share one namespace of objects. So the guard
+Flower registers every announced object in one transaction, and all sites share one object namespace. So the guard
 checks a tree before Flower sees it.
 
 Formal guarantees, for a tree that `read_tree` returns:
-- it has at most `max_nodes` nodes, and one id stands for one type with one set of children wherever it occurs;
+- it has at most `max_nodes` nodes, and an id has the same type and the same children wherever it occurs;
 - every object is at the depth shown above for its type, so an Array has one chunk and a chunk has no children.
 
 | tree | result |
 |---|---|
-| of a reply with an error | only the Message |
-| two slices of equal bytes | the ArrayRecord's tree names their Array once |
-| children in another order (Flower's database sorts them) | the same tree |
+| the tree of a reply with an error | only the Message |
+| two slices with equal bytes | the ArrayRecord's tree names their Array once |
+| children in a different order (Flower's database sorts them) | the same tree |
 | an object that names a child twice | refused |
 | an id at two depths, or with different children in two places | refused |
 | an id in uppercase, or not 64 hex digits | refused |
 | a record without children | a ConfigRecord; FedVeil's replies have no empty ArrayRecord |
-| deeper than a chunk | refused; the walk has no recursion, and stops at `max_nodes` |
+| deeper than a chunk | refused; the walk is not recursive and stops at `max_nodes` |
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ class AnnouncedObject:
 
 @dataclass(frozen=True)
 class AnnouncedTree:
-    """All objects of a reply, by their ids."""
+    """All objects in a reply, by id."""
 
     root: str
     objects: Mapping[str, AnnouncedObject]
 
 
 def max_tree_nodes(max_reply_bytes: int) -> int:
-    """Return the maximum number of objects in a reply of this many bytes."""
+    """Return the maximum number of objects in a reply with this many bytes."""
     return min(2 * flower_objects.max_slices(max_reply_bytes) + limits.EXTRA_TREE_NODES, limits.MAX_TREE_NODES)
 
 
 def read_tree(tree: ObjectTree, max_nodes: int, is_error: bool) -> AnnouncedTree:
-    """Return the objects of a tree. Raises FleetCallRefused unless it is the tree of a reply."""
+    """Return the objects in a tree. Raises FleetCallRefused unless a valid reply can have this tree."""
     objects: dict[str, AnnouncedObject] = {}
     level, nodes = [(tree, ObjectType.MESSAGE)], 0
     while level:
@@ -102,7 +102,7 @@ def _require_form(announced: AnnouncedObject, node: ObjectTree, is_error: bool) 
     match announced.type:
         case ObjectType.MESSAGE:
             is_right = count == (0 if is_error else 1)
-        case ObjectType.RECORD_DICT:  # a second ArrayRecord could name the first one's slices again
+        case ObjectType.RECORD_DICT:  # a second ArrayRecord could name the slices of the first one again
             is_right = 1 <= count <= limits.MAX_RECORDS and sum(bool(c.children) for c in node.children) <= 1
         case ObjectType.ARRAY_RECORD:
             is_right = count >= 1

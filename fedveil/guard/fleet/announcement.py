@@ -1,24 +1,25 @@
 """Check a site's announced reply against the instruction that it answers.
 
-Flower checks only that a reply's run is running and that its instruction was sent to the node named in it. Flower does
-not check the instruction's number, type or times, and treats a message without an instruction as an order to any site.
+Flower checks only that a reply's run is running and that the instruction was sent to the node named in the reply. It
+does not check the instruction's number, type or times, and treats a message without an instruction as an order to any
+site.
 
 Formal guarantees, for an `Announcement` that `read_announcement` returns:
 - its source is the site that signed the call, and its instruction was sent to that site;
-- run, type and group are the instruction's, and the reply does not outlive its instruction;
-- its message id is the root of its tree, which has the form of a reply and at most its size (announced_tree.py);
+- its run, type and group are those of the instruction, and the reply does not outlive the instruction;
+- its message id is the root of its tree, which has the form and at most the size of a reply (announced_tree.py);
 - `request` contains nothing else that the site wrote.
 
 | announced | result |
 |---|---|
-| two messages, two trees, none | refused |
+| two messages, two trees, or none | refused |
 | a message without an instruction, or for a destination other than the ServerApp | refused: it is an order |
-| the reply to another site's instruction, or to an instruction already answered | refused, with the same message |
-| a clock that is 305 s behind or 5 s ahead, which Flower allows | admitted |
+| a reply to another site's instruction, or to an instruction already answered | refused, with the same message |
+| a clock up to 305 s behind or 5 s ahead, which Flower allows | admitted |
 | NaN or infinite times | refused |
 | a run time that is NaN, negative or above 3e6 s | set to 0, 0 or 3e6: Flower adds it up in a column of the run |
-| a reply with an error | a tree of one object, and at most 64 KiB |
-| task counts | as announced; Flower's database does not store the instruction's, and nothing uses a reply's |
+| a reply with an error | a tree with one object, and at most 64 KiB |
+| task counts | as announced; Flower's database does not store those in the instruction, and nothing uses a reply's |
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ _GROUP = re.compile(r"[0-9]{1,9}/([0-9]{1,13})")
 
 @dataclass(frozen=True)
 class Announcement:
-    """A reply whose objects the site sends next.
+    """A reply whose objects the site will send next.
 
     Attributes:
         expires: when the instruction expires, in seconds since 1970.
-        max_bytes: maximum total size of its objects' bodies.
-        root_body: required body of its root object.
+        max_bytes: the maximum total size of the object bodies.
+        root_body: the required body of the root object.
         request: the call that Flower receives once all objects have arrived.
     """
 
@@ -63,7 +64,7 @@ class Announcement:
 
 
 def max_reply_bytes(group_id: str) -> int:
-    """Return the size of the largest reply, which the ServerApp puts into an instruction's group as "ROUND/BYTES"."""
+    """Return the maximum size of a reply, which the ServerApp puts into an instruction's group as "ROUND/BYTES"."""
     named = _GROUP.fullmatch(group_id)
     return int(named[1]) if named else limits.DEFAULT_REPLY_BYTES
 
@@ -86,8 +87,8 @@ def read_announcement(
     """Return the announced reply. Raises FleetCallRefused.
 
     Args:
-        instruction: the instruction with the id from `instruction_id_of`, None if Flower has none.
-        now: current time in seconds since 1970.
+        instruction: the instruction with the id from `instruction_id_of`; None if Flower does not have it.
+        now: the current time in seconds since 1970.
         node_id: the site that signed the call.
     """
     message, tree = request.messages_list[0], request.message_object_trees[0]
@@ -112,7 +113,7 @@ def read_announcement(
     announced = read_tree(tree, max_tree_nodes(largest), is_error)
     root_body = ProtoMessage(metadata=_known_fields(about))
     if is_error:
-        root_body.error.SetInParent()  # an error of code 0 without a reason is an error too
+        root_body.error.SetInParent()  # an error with code 0 and no reason is also an error
         root_body.error.code, root_body.error.reason = message.error.code, message.error.reason
     return Announcement(
         node_id, instruction.run_id, instruction.message_id, instruction.expires, largest + limits.EXTRA_REPLY_BYTES,
@@ -129,7 +130,7 @@ def _require_times(about: ProtoMetadata, instruction: InstructionRow, now: float
 
 
 def _known_fields(about: ProtoMetadata) -> ProtoMetadata:
-    """Return the metadata of a root object, without the message id, which is the object's own hash."""
+    """Return the metadata of a root object without the message id, which is the hash of the object."""
     fields = ProtoMetadata(
         run_id=about.run_id, src_node_id=about.src_node_id, dst_node_id=about.dst_node_id,
         reply_to_message_id=about.reply_to_message_id, group_id=about.group_id, ttl=about.ttl,

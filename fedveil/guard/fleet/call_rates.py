@@ -3,7 +3,7 @@
 | a site | result |
 |---|---|
 | calls less often than its rate | admitted, even if it makes all calls of a minute at once |
-| calls more often | rejected until tokens are available again; other calls of that site are unaffected |
+| calls more often | rejected until tokens are available again; that site's other calls are unaffected |
 | calls after a server restart | its buckets are full again |
 | needs more tokens at once than a minute provides | never admitted |
 
@@ -28,7 +28,7 @@ class CallRates:
         self._lock = threading.Lock()
 
     def admits(self, site: Hashable, call: str, tokens: float = 1.0) -> bool:
-        """Take tokens for a site's call if there are enough."""
+        """Take tokens for a site's call and return True if there are enough; otherwise, return False."""
         most = float(self._per_minute[call])
         with self._lock:
             now = self._monotonic()

@@ -1,4 +1,4 @@
-"""Track what was delivered to each site, so that a site can pull only its own objects.
+"""Track the instructions delivered to each site, so that a site can pull only its own objects.
 
 In Flower, the objects of all sites and runs share one namespace, and any site can pull any of them.
 
@@ -7,7 +7,8 @@ Formal guarantees:
 - an object is counted at most `MAX_PULLS_OF_AN_OBJECT` times for each time its instruction was handed out, and an
   instruction's deliveries at most `MAX_COUNTED_DELIVERIES` times.
 
-This is a cache: after a server restart, and from a site's fifth instruction on, port.py reads the database again.
+This is only a cache: after a server restart, and once a site has more than four instructions, port.py reads the
+database again.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ class DeliveredInstructions:
                 own.popitem(last=False)
 
     def has_run(self, node_id: int, run_id: int) -> bool:
-        """Return whether an instruction of this run was delivered to the site."""
+        """Return whether an instruction in this run was delivered to the site."""
         with self._lock:
             return any(delivery.run_id == run_id for delivery in self._of_site.get(node_id, {}).values())
 
     def may_pull(self, node_id: int, run_id: int, object_id: str) -> bool:
-        """Return whether an object belongs to an instruction of this site and run."""
+        """Return whether an object belongs to an instruction delivered to this site in this run."""
         with self._lock:
             return bool(self._deliveries_of(node_id, run_id, object_id))
 

@@ -3,15 +3,15 @@
 It handles one object per site in turn, so that one site's gigabyte does not delay other sites' kilobytes.
 
 Formal guarantees:
-- Flower learns of a reply only when all its objects are present and were checked;
-- no exception ends the thread, and each reply leaves it once: handed over, or dropped with a log line.
+- Flower learns of a reply only when all objects of the reply are present and have been checked;
+- no exception ends the thread, and each reply leaves the thread once: handed over, or dropped with a log line.
 
 | case | result |
 |---|---|
-| the run has ended, or the instruction was withdrawn | dropped: Flower accepts nothing of it |
-| the database is locked, the disk fails, Flower's session is over | starts again after a pause, up to ten times |
+| the run has ended, or the instruction was withdrawn | dropped: Flower accepts no part of it |
+| the database is locked, the disk fails, or Flower's session is over | restarted after a pause, up to ten times |
 | it still fails after that | dropped |
-| this process is killed | its next start queues the reply again; Flower accepts the same message twice |
+| this process is killed | queued again at the next start; Flower accepts the same message twice |
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class WholeReply:
 
     Attributes:
         read_object: returns the bytes of an object. Raises OSError.
-        finish: called once with a flag that is true if Flower accepted the reply.
+        finish: called once, with True if Flower accepted the reply and False otherwise.
     """
 
     announcement: Announcement
@@ -67,7 +67,7 @@ class WholeReply:
 
 
 class ReplyNotStoredError(Exception):
-    """Raised when Flower did not store an object that it had asked for."""
+    """Raised when Flower did not store an object that it had requested."""
 
 
 class HandOver:
@@ -80,7 +80,7 @@ class HandOver:
         self._thread: threading.Thread | None = None
 
     def add_reply(self, reply: WholeReply) -> None:
-        """Queue a reply after the other replies of its site."""
+        """Queue a reply after the site's other replies."""
         with self._changed:
             self._queues.setdefault(reply.announcement.node_id, deque()).append(reply)
             if self._thread is None:
@@ -94,7 +94,7 @@ class HandOver:
             return not self._queues
 
     def step(self) -> float:
-        """Make one call to Flower. Returns the seconds until the next call is due; infinite for an empty queue."""
+        """Make one call to Flower. Return the seconds until the next call is due, or infinity for an empty queue."""
         with self._changed:
             now = self._monotonic()
             due = [node for node, queue in self._queues.items() if queue[0].not_before <= now]
@@ -149,7 +149,7 @@ class HandOver:
     def _leave(self, reply: WholeReply, has_it: bool) -> None:
         try:
             reply.finish(has_it)
-        except Exception as error:  # its files stay until the next start; other sites' replies continue
+        except Exception as error:  # the reply's files stay until the next start; other sites' replies continue
             log(ERROR, "finishing a reply of node %s failed", reply.announcement.node_id, exc_info=error)
         with self._changed:
             queue = self._queues[reply.announcement.node_id]

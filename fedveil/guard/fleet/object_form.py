@@ -1,21 +1,22 @@
-"""Compare the bytes of an object that a site sends with what the site announced.
+"""Check the bytes of an object that a site sends against the site's announcement.
 
-    TYPE ids length\\0body          ids: of the children, separated by commas; length: of the body
+    TYPE ids length\\0body          ids: the children's, separated by commas; length: the body's
 
-Flower checks an object's hash and that its type is one of Flower's. The ServerApp then trusts the object, not the
-announcement: an object of an unexpected type ended a run, and an Array that named one slice 2,400 times became 3.1 GB.
+Flower checks an object's hash and that its type is a Flower type. The ServerApp then trusts the object rather than the
+announcement: without this check, an object of an unexpected type ended a run, and an Array that named one slice 2,400
+times grew to 3.1 GB.
 
 Formal guarantees, for an object that `check_object` lets pass:
-- its id is the SHA-256 of its bytes, and its type and children are those of its place in the tree;
+- its id is the SHA-256 of its bytes, and its type and children match its place in the announced tree;
 - a Message holds the announced metadata and error, and nothing else;
-- an Array is one slice of bytes, and no object names a child twice: a decoded reply is at most as large as the upload.
+- an Array is one slice of bytes, and no object names a child twice, so a decoded reply is no larger than the upload.
 
 | object | result |
 |---|---|
-| children in another order than announced | the same object: Flower's database sorts them |
-| a header with a sign, a leading zero or a length other than the body's | refused |
+| children in a different order than announced | the same object: Flower's database sorts them |
+| a header with a sign, a leading zero or a length that differs from the body's length | refused |
 | an ArrayRecord with names other than slice 0, 1, 2, ... | refused |
-| an ArrayRecord that names two equal slices | admitted; their number is bounded by the largest reply |
+| an ArrayRecord that names two equal slices | admitted; the maximum reply size limits their number |
 | JSON with a duplicate key or thousands of nested levels | refused; no key takes precedence |
 | a ConfigRecord that Flower's own reader cannot read | refused |
 """
@@ -44,7 +45,7 @@ _REASONS = {
 
 
 def check_object(announcement: Announcement, object_id: str, content: bytes) -> int:
-    """Return an object's body. Raises FleetCallRefused unless the object is the announced one."""
+    """Return the size of an object's body in bytes. Raises FleetCallRefused unless the object is as announced."""
     announced = announcement.tree.objects.get(object_id)
     if announced is None:
         raise FleetCallRefused(RefusalReason.NOT_ANNOUNCED, object_id)
@@ -74,7 +75,7 @@ def _check_body(announcement: Announcement, read: FlowerObject, content: bytes, 
         case ObjectType.CONFIG_RECORD:
             _check_config_record(content, bytes(read.body))
         case ObjectType.ARRAY_CHUNK:
-            pass  # any bytes: the ServerApp's own checks read them
+            pass  # any bytes are allowed: the ServerApp checks them
 
 
 def _check_root(body: bytes, expected: ProtoMessage) -> None:
@@ -91,7 +92,7 @@ def _check_config_record(content: bytes, body: bytes) -> None:
     try:
         names = [item.key for item in ProtoConfigRecord.FromString(body).items]
         ConfigRecord.inflate(content)
-    except Exception:  # a parser on untrusted bytes: it would raise the same in the ServerApp
+    except Exception:  # a parser on untrusted bytes; it would raise the same error in the ServerApp
         raise FleetCallRefused(RefusalReason.BODY, "ConfigRecord") from None
     if len(set(names)) != len(names):
         raise FleetCallRefused(RefusalReason.BODY, "ConfigRecord")

@@ -5,28 +5,29 @@ Flower checks WHO signs a call and passes the call to a function of one module, 
     1.39         flwr.server.superlink.fleet.message_handler.message_handler.push_messages(request=, state=)
     1.41, 1.42   flwr.superlink.servicer.fleet.fleet_handlers.push_messages(request=, state=)
 
-There `request.node` is the node of the key that signed (fleet_grpc.py and fleet_http.py ensure that), and the
-request is parsed. `install_fleet_port` replaces each of the twelve functions with a check before the server
-starts. With a Flower that has moved one of them, the server does not start (`ConfigError`).
+In these functions, the request is already parsed, and `request.node` is the node whose key signed the call
+(fleet_grpc.py and fleet_http.py ensure this). `install_fleet_port` replaces each of the twelve functions with a check
+before the server starts. If a Flower release has moved one of the functions, the server does not start (`ConfigError`).
 
 Formal guarantees, for every call that reaches one of the twelve functions:
-- a site pulls only objects of instructions that were sent to it, and confirms only such instructions;
-- a reply reaches Flower only complete and checked (staging.py): no order, and no reply for another site;
-- an exception that this table does not list becomes UNAVAILABLE or a refusal. It never becomes INTERNAL, which makes
-an honest SuperNode leave its loop permanently.
+- a site pulls only objects from instructions that were sent to it, and confirms only those instructions;
+- only complete, checked replies reach Flower (staging.py), never an order or a reply for another site;
+- an exception that the table below does not list becomes UNAVAILABLE or a refusal. It never becomes INTERNAL, which
+  makes an honest SuperNode leave its loop permanently.
 
 | call | admitted | otherwise |
 |---|---|---|
 | register_node, unregister_node | never | Flower's own refusal |
-| activate_node, send_node_heartbeat | with an interval of 10 to 60 s; Flower's SuperNode sends 30 | code 2003 |
+| activate_node, send_node_heartbeat | with an interval of 10 to 60 s; Flower's SuperNode sends 30 s | code 2003 |
+| activate_node, from a member whose key the database has lost | never | UNAVAILABLE, 503, until the key is back |
 | send_node_heartbeat, more often than its rate | answered without asking Flower | |
 | pull_messages | always | more often than its rate: an empty answer |
-| get_run, get_fab | for a run from which the site has an instruction, and that run's bundle | code 2007 |
-| pull_object | an object of an instruction of this site and run | code 2007 |
-| confirm_message_received | an instruction of this site; the second time without asking Flower | code 2007 |
+| get_run, get_fab | a run from which the site has an instruction, and that run's bundle | code 2007 |
+| pull_object | an object from an instruction to this site in this run | code 2007 |
+| confirm_message_received | an instruction to this site; the second time without asking Flower | code 2007 |
 | push_messages, push_object | an announced reply and its objects; answered here (staging.py) | code 2007 |
-| any call, more often than its rate | | UNAVAILABLE, 503: the SuperNode asks again |
-| the database or the disk fails | | UNAVAILABLE, 503; in a push at most ten times |
+| any other call, more often than its rate | | UNAVAILABLE, 503: the SuperNode asks again |
+| any call, when the database or disk fails | | UNAVAILABLE, 503; in a push at most ten times |
 """
 
 from __future__ import annotations
@@ -66,19 +67,19 @@ Flower = Callable[..., Any]
 
 _WITH_STORE = ("pull_messages", "confirm_message_received")
 _PUSHES = ("push_messages", "push_object")
-# In these calls, Flower 1.39's servicer converts a ValueError to an answer; in others it becomes INTERNAL.
+# In these calls, Flower 1.39's servicer converts a ValueError to an answer; in other calls, it becomes INTERNAL.
 _VALUE_ERRORS = ("activate_node", "deactivate_node", "get_run", "get_fab")
 _RATES = {
     **limits.CALLS_A_MINUTE,
     "announced bytes": limits.ANNOUNCED_BYTES_A_MINUTE,
     "objects read again": limits.CALLS_A_MINUTE["get_run"],
 }
-# Both releases answer this numbered error of Flower with UNAVAILABLE and 503.
+# The supported releases answer this Flower error with UNAVAILABLE and 503.
 _UNAVAILABLE = ApiErrorCode.LINKSTATE_NOT_INITIALIZED
 
 
 def install_fleet_port(release: FlowerRelease, port: FleetPort) -> None:
-    """Put the checks of `port` before the fleet functions of this process. Raises ConfigError for an unknown Flower."""
+    """Put the checks in `port` before this process's fleet functions. Raises ConfigError for an unknown Flower."""
     name = FLEET_MODULES[release.speaks]
     try:
         module = importlib.import_module(name)
@@ -102,10 +103,10 @@ def _flower_function(module: Any, call: str) -> Flower:
 
 
 class FleetPort:
-    """Checks of calls, in the order of the table above.
+    """Checks on calls, in the order of the table above.
 
     Args:
-        site_of: returns the name of the registered site with a public key (PEM); "" if there is none.
+        site_of: returns the name of the registered site with the given public key (PEM); "" if no site has it.
     """
 
     def __init__(
@@ -161,8 +162,10 @@ class FleetPort:
     def _unregister_node(self, _request: Any, _state: Any, _flower: Flower) -> Any:
         raise FlowerError(ApiErrorCode.FLEET_SUPERNODE_UNREGISTRATION_DISABLED, "sites are removed by fedveil members")
 
-    def _activate_node(self, request: Any, _state: Any, flower: Flower) -> Any:
+    def _activate_node(self, request: Any, state: Any, flower: Flower) -> Any:
         _require_interval(request.heartbeat_interval)
+        if state.get_node_id_by_public_key(request.public_key) is None:  # Flower's answer would make the SuperNode exit
+            raise FleetCallDeferred(DeferralReason.NOT_IN_DATABASE)
         return flower()
 
     def _deactivate_node(self, _request: Any, _state: Any, flower: Flower) -> Any:
@@ -190,7 +193,7 @@ class FleetPort:
     def _get_fab(self, request: Any, state: Any, flower: Flower) -> Any:
         self._require_own_run(request, state)
         runs = state.get_run_info(run_ids=[request.run_id])
-        if runs and runs[0].fab_hash != request.hash_str:  # Flower refuses it too, but without a line in our log
+        if runs and runs[0].fab_hash != request.hash_str:  # Flower would refuse it too, but without a line in our log
             raise FleetCallRefused(RefusalReason.FOREIGN_BUNDLE, request.hash_str)
         return flower()
 
@@ -203,7 +206,7 @@ class FleetPort:
         if self._delivered.is_pulled_too_often(*of):
             raise FleetCallRefused(RefusalReason.PULLED_TOO_OFTEN, request.object_id)
         response = flower()
-        if response.object_content:  # a client requests an object that has not arrived yet again, at no cost
+        if response.object_content:  # a client may request an object again at no cost if it has not arrived yet
             self._delivered.count_pull(*of)
         return response
 
@@ -246,7 +249,7 @@ class FleetPort:
     # Helpers
 
     def _start(self, state: Any) -> None:
-        """Recover an earlier process's state at the first call, because Flower's state does not exist earlier."""
+        """Recover an earlier process's state at the first call, because Flower's state does not exist before it."""
         if self._state is not None:
             return
         with self._starting:
@@ -266,7 +269,7 @@ class FleetPort:
             return True
 
     def _require_rate(self, call: str, request: Any) -> None:
-        """Raise FleetCallDeferred if a call comes too often and has no other answer for this case."""
+        """Raise FleetCallDeferred if a call comes too often, unless this call has its own answer for that case."""
         if call in limits.CALLS_A_MINUTE and call not in ("send_node_heartbeat", "pull_messages"):
             site = request.public_key if call == "activate_node" else _node_of(request)
             if not self._rates.admits(site, call):
@@ -287,7 +290,7 @@ class FleetPort:
         for row in rows[: limits.REMEMBERED_INSTRUCTIONS][::-1]:
             try:
                 tree = state.object_store.get_object_tree(row.message_id)
-            except NoObjectInStoreError:  # it was confirmed, so its objects were deleted
+            except NoObjectInStoreError:  # the instruction was confirmed, so its objects were deleted
                 continue
             self._delivered.record_delivery(node_id, row.run_id, row.message_id, _object_ids(tree))
 
@@ -297,12 +300,12 @@ class FleetPort:
             if call == "activate_node":  # the call contains the key that signed it
                 node_id = state.get_node_id_by_public_key(request.public_key) or 0
             name = self._name_of(state, node_id)
-        except (SQLAlchemyError, StateError) as error:  # the refusal stands and is logged with the node's number
+        except (SQLAlchemyError, StateError) as error:  # the refusal stands and is logged with the node ID
             log(ERROR, "fleet port: cannot look up the name of node %s: %s", node_id, error)
         self._refusals.record_refusal(name, node_id, call, refused.reason, refused.value)
 
     def _name_of(self, state: Any, node_id: int) -> str:
-        """Return the site's name in the registry; "" if the node has none (a node's key never changes)."""
+        """Return the site's name in the registry; "" if the node has no name (a node's key never changes)."""
         if node_id not in self._site_names:
             nodes = state.get_node_info(node_ids=[node_id])
             if not (name := self._site_of(nodes[0].public_key) if nodes else ""):
@@ -311,7 +314,7 @@ class FleetPort:
         return self._site_names[node_id]
 
     def _after_failure(self, state: Any, call: str, request: Any, error: Exception) -> FlowerError:
-        """Return the answer to a site after an exception that the table does not list; it is never INTERNAL."""
+        """Return the answer to a site after an exception that the table does not list; the answer is never INTERNAL."""
         log(ERROR, "fleet port: %s of node %s failed", call, _node_of(request), exc_info=error)
         if isinstance(error, SQLAlchemyError | OSError):
             return _flower_error(_UNAVAILABLE, call, request, DeferralReason.STORAGE.value)
@@ -324,7 +327,7 @@ class FleetPort:
 
 
 def _node_of(request: Any) -> int:
-    """Return the node that signed a call; 0 for the two calls that contain a key instead."""
+    """Return the ID of the node that signed a call; 0 for the two calls that contain a key instead."""
     return int(request.node.node_id if hasattr(request, "node") else getattr(request, "node_id", 0))
 
 

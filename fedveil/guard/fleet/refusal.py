@@ -1,9 +1,9 @@
-"""Define how the fleet port rejects a site's call, with a fixed text for each reason.
+"""Define how the fleet port rejects a site's call, with fixed text for each reason.
 
 | raised | answer to the site | its SuperNode |
 |---|---|---|
 | `FleetCallRefused` | PERMISSION_DENIED / 403, code 2007 | drops this message or reply and continues |
-| the same, for a heartbeat or an activation | INVALID_ARGUMENT / 400, code 2003 | (an honest one sends none) |
+| the same, for a heartbeat or an activation | INVALID_ARGUMENT / 400, code 2003 | (never an honest SuperNode) |
 | `FleetCallDeferred` | UNAVAILABLE / 503 | asks again after 1 to 20 s |
 
 Any other status code permanently ends the loop or the heartbeats of an honest SuperNode.
@@ -15,7 +15,7 @@ from enum import Enum
 
 
 class RefusalReason(Enum):
-    """Reason for a refusal. The text goes to the control log and the site; it contains nothing that a site sent."""
+    """Reason for a refusal. Its text goes to the control log and the site, and contains nothing that a site sent."""
 
     HEARTBEAT_INTERVAL = "heartbeat interval out of bounds"
     FOREIGN_RUN = "no instruction of this run for this site"
@@ -51,7 +51,7 @@ class RefusalReason(Enum):
 
     @property
     def can_be_honest(self) -> bool:
-        """Return whether an honest site can get this refusal: its reply was late or dropped, or the disk failed."""
+        """Return whether an honest site can get this refusal: if its reply was late or dropped, or the disk failed."""
         return self in _OF_HONEST_SITES
 
 
@@ -65,10 +65,14 @@ class DeferralReason(Enum):
     NO_ROOM = "no room for the reply"
     STORAGE = "database or disk failure"
     OWN_ERROR = "server error"
+    NOT_IN_DATABASE = (  # fedveil/guard/flower/retries.py shows this text to the site
+        "fedveil: this key is registered, but the server's database does not have it, as after its loss or a restore; "
+        "the operator runs fedveil members sync, and this site then connects by itself"
+    )
 
 
 class FleetCallRefused(Exception):
-    """Raised for a refused call. `value` is what the site sent; only the log contains it."""
+    """Raised for a refused call. `value` is the value that the site sent; only the log contains it."""
 
     def __init__(self, reason: RefusalReason, value: str = "") -> None:
         super().__init__(reason.value)

@@ -3,16 +3,16 @@
     {"event": "fleet-refused", "site": "east", "node": "49..", "call": "push_messages", "reason": "...", "count": 1}
     {"event": "rogue", "site": "east", "node": "49..", "count": 20}
 
-| refusals of a site | lines |
+| a site's refused calls | lines |
 |---|---|
-| the first for a call and reason | one at once, with what the site sent, cut to 80 characters |
+| the first for a call and reason | one at once, with the value that the site sent, truncated to 80 characters |
 | more of them within a minute | none at first; then one with their number, at the next refusal or the next sweep |
 | 20 within a minute, for any calls | one `rogue` event, once a minute |
-| those that the server itself causes: the reply is late, or was dropped here, or the disk failed | not among the 20 |
+| those that the server causes: the reply is late or was dropped here, or the disk failed | not counted in the 20 |
 | while the control log is not writable | a line in the SuperLink's own log; the call stays refused |
 
-A reason is one of the fixed texts of refusal.py, so a site cannot choose how many kinds of lines there are. The
-operator decides how to treat a site with the event `rogue`: `fedveil members revoke`.
+A reason is one of the fixed texts in refusal.py, so a site cannot influence the number of kinds of lines. The operator
+decides whether to revoke a site with a `rogue` event: `fedveil members revoke`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _VALUE_CHARACTERS = 80
 
 @dataclass
 class _Line:
-    """Time of the last line of one kind, and the number of refusals since then."""
+    """The time of the last line of one kind, and the number of refusals since then."""
 
     at: float
     unlogged: int = 0
 
 
 class FleetRefusalLog:
-    """Writer of the lines about refused calls in `control`."""
+    """Writer for the lines about refused calls in the control log."""
 
     def __init__(self, control: ControlLog, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._control, self._monotonic = control, monotonic
@@ -69,7 +69,7 @@ class FleetRefusalLog:
                 self._record_rogue(site, node_id, now)
 
     def write_counts(self) -> None:
-        """Write the counts of refusals that are not yet in the log and whose minute is over."""
+        """Write the refusal counts that are not yet in the log and whose minute is over."""
         with self._lock:
             now = self._monotonic()
             for key, line in self._lines.items():

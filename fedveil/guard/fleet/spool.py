@@ -1,20 +1,20 @@
 """Incomplete replies on the server's disk.
 
-    <folder>/<node>/<session>/reply.json      the site's call, in the form for Flower
+    <folder>/<node>/<session>/reply.json      the site's call, in the form that Flower gets
                               <object id>     the object's bytes
 
 Formal guarantees:
-- a file of a reply is either complete or absent, whichever process is killed (`put_object` renames);
-- no other user of the machine reads a reply: folders have mode 0700, files 0600;
-- a site's input determines no path: the server draws the session, and ids are 64 hex digits.
+- a reply file is either complete or absent, even if a process is killed (`put_object` renames files);
+- no other user on the machine can read a reply: folders have mode 0700, and files have mode 0600;
+- site input cannot choose a path: the server generates the session name, and ids are 64 hex digits.
 
-| present at a start | result |
+| present at startup | result |
 |---|---|
-| a folder with a readable reply.json | its reply; the caller checks it and each of its objects again |
-| a folder without one, a link, any other file | removed |
+| a folder with a readable reply.json | its reply; the caller checks the reply and each of its objects again |
+| a folder without a readable reply.json, a link, any other file | removed |
 | a partial file from a killed process | removed |
 
-After a power failure, a file can contain other bytes. Then its hash is wrong, and the caller removes it.
+After a power failure, a file can contain wrong bytes. Then its hash does not match, and the caller removes the file.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ class SpooledReply:
 
 
 class ReplySpool:
-    """The files of replies in `folder`. Every method raises OSError if the disk fails."""
+    """The reply files in `folder`. Every method raises OSError if the disk fails."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def add_reply(self, node_id: int, session: str, request: bytes) -> None:
-        """Create the folder of a reply."""
+        """Create the folder for a reply."""
         private_folder(self._of(node_id, session))
         content = {"request": base64.b64encode(request).decode()}
         self._write(self._of(node_id, session) / _NAME, json.dumps(content).encode())
 
     def put_object(self, node_id: int, session: str, object_id: str, content: bytes) -> None:
-        """Write an object of a reply, replacing an earlier file of the same object."""
+        """Write an object of a reply, replacing an earlier file for the same object."""
         self._write(self._of(node_id, session) / object_id, content)
 
     def read_object(self, node_id: int, session: str, object_id: str) -> bytes:
@@ -79,7 +79,7 @@ class ReplySpool:
     def remove_reply(self, node_id: int, session: str) -> None:
         """Remove all files of a reply; with the site's last reply, also remove the site's folder."""
         shutil.rmtree(self._of(node_id, session), ignore_errors=True)  # leftovers are removed at the next start
-        with contextlib.suppress(OSError):  # the site has other replies
+        with contextlib.suppress(OSError):  # the site still has other replies
             (self.folder / str(node_id)).rmdir()
 
     def free_bytes(self) -> int:
@@ -88,7 +88,7 @@ class ReplySpool:
         return shutil.disk_usage(self.folder).free
 
     def read_replies(self) -> Iterator[SpooledReply]:
-        """Return the replies of an earlier process, and remove everything else in the folder."""
+        """Yield the replies left by an earlier process, and remove everything else in the folder."""
         private_folder(self.folder)
         for node in sorted(self.folder.iterdir()):
             if not _NODE.fullmatch(node.name) or node.is_symlink() or not node.is_dir():

@@ -1,33 +1,33 @@
-"""Store replies between a site and Flower: Flower learns of a reply only when it is complete and checked.
+"""Store replies on their way from a site to Flower, which learns of a reply only when it is complete and checked.
 
-    PushMessages   checked (announcement.py), space is reserved, answered here; Flower sees nothing of it
+    PushMessages   checked (announcement.py), space is reserved, answered here; Flower does not see it
     PushObject     checked (object_form.py), written to the spool, answered here
     the last one   the reply is queued for Flower (hand_over.py)
 
-Flower registers every object id that a site announces at once, for all sites and runs. If a site announced the id of an
-object that the server sends next, with other children, and never sent it, the server's own push failed and the run
-ended.
+Flower immediately registers every object id that a site announces, for all sites and runs. If a site announced the id
+of an object that the server was about to send, but with different children, and never sent that object, the server's
+own push would fail and the run would end.
 
 Formal guarantees:
-- Flower sees a reply only when every object of it was checked against the announcement;
+- Flower sees a reply only after every object in it has been checked against the announcement;
 - the spool has space for the open replies of all sites at once: no two incomplete replies wait for each other;
-- each site's largest open reply has space of its own, which no other site can take, however many sites one member has
-  registered; the second ones of all sites share `MAX_SPOOL_BYTES`;
-- a site sends for one instruction at most `MAX_UPLOADS_OF_A_REPLY` times its largest reply;
-- a reply is queued once, however many calls bring its last object at the same time;
+- each site's largest open reply has reserved space, which no other site can take, no matter how many sites a member has
+  registered; the second open replies of all sites share `MAX_SPOOL_BYTES`;
+- for one instruction, a site sends at most `MAX_UPLOADS_OF_A_REPLY` times the maximum reply size;
+- a reply is queued only once, even if several calls deliver its last object at the same time;
 - the answers do not depend on Flower's store, so they do not reveal whether another site has an object.
 
 | case | result |
 |---|---|
 | the announcement again, before the reply is complete | the same session, and the objects still missing |
-| the announcement again, or an object again, after the end | success; nothing to push, "stored" |
-| another reply to the same instruction while the first is incomplete | replaces it: the site's client has died |
-| another one after that | refused |
-| a third open reply of a site | drops its oldest |
-| no space on the disk, or for a second open reply in the spool | UNAVAILABLE, 503: the site asks again |
-| an object of a reply that was dropped | refused, and not counted against the site (refusal_log.py) |
+| the announcement again, or an object again, after the reply is complete | success; nothing to push, "stored" |
+| a different reply to the same instruction while the first is incomplete | replaces it: the site's client has died |
+| a different reply after the first is complete | refused |
+| a third open reply from a site | drops the site's oldest |
+| no disk space, or no spool space for a second open reply | UNAVAILABLE, 503: the site asks again |
+| an object from a reply that was dropped | refused, and not counted against the site (refusal_log.py) |
 | no call for 300 s, run ended, instruction expired, key no longer registered | dropped by the sweep |
-| the server is killed | complete replies are queued again, incomplete ones stay open in their old session |
+| the server is killed | complete replies are queued again; incomplete replies stay open in their old session |
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ _RECONNECT_SECONDS = 5  # Flower's own value
 
 @dataclass
 class StagedReply:
-    """A reply that was announced. A lock per site guards it.
+    """An announced reply, guarded by its site's lock.
 
     Attributes:
         present: the objects in the spool.
-        body_bytes: total size of those objects.
-        active_calls: pushes that are being checked or written.
-        is_whole: true once it is queued for Flower.
+        body_bytes: the total size of the objects in `present`.
+        active_calls: the number of pushes that are being checked or written.
+        is_whole: whether the reply is queued for Flower.
     """
 
     session: str
@@ -81,13 +81,13 @@ class StagedReply:
 
     @property
     def missing(self) -> list[str]:
-        """The objects still to come, in the order of the tree."""
+        """Return the objects that are still missing, in tree order."""
         return [object_id for object_id in self.announcement.tree.objects if object_id not in self.present]
 
 
 @dataclass(frozen=True)
 class FinishedReply:
-    """A reply that Flower has accepted, stored to answer repeated calls of its site."""
+    """A reply that Flower has accepted, stored to answer repeated calls from its site."""
 
     session: str
     announcement: Announcement
@@ -97,7 +97,8 @@ class ReplyStaging:
     """The open replies of all sites.
 
     Args:
-        clock: seconds since 1970; `monotonic`: seconds of a clock that does not jump.
+        clock: returns the seconds since 1970.
+        monotonic: returns the seconds of a clock that never jumps.
     """
 
     def __init__(
@@ -112,16 +113,16 @@ class ReplyStaging:
         self._open: dict[int, dict[str, StagedReply]] = defaultdict(dict)  # by site and session
         self._finished: dict[int, dict[str, FinishedReply]] = defaultdict(dict)
         self._dropped: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=limits.REMEMBERED_DROPPED_REPLIES))
-        self._uploaded: dict[tuple[int, str], tuple[int, float]] = {}  # bytes, and the instruction's end
+        self._uploaded: dict[tuple[int, str], tuple[int, float]] = {}  # bytes, and when the instruction expires
         self._storage_errors: dict[tuple[int, str], tuple[int, float]] = {}  # count, and time of the last one
         self._locks: dict[int, threading.RLock] = defaultdict(threading.RLock)
-        # Lock order: the site's lock, then the lock of the space, then the lock of the data of all sites.
+        # Lock order: the site's lock, then the lock for disk space, then the lock for the data of all sites.
         self._room, self._all = threading.Lock(), threading.Lock()
 
     # Calls of a site
 
     def announce(self, request: PushMessagesRequest, state: Any) -> PushMessagesResponse:
-        """Answer PushMessages. Raises FleetCallRefused, FleetCallDeferred."""
+        """Answer PushMessages. Raises FleetCallRefused or FleetCallDeferred."""
         node_id, instruction_id = request.node.node_id, instruction_id_of(request)
         root = request.message_object_trees[0].object_id
         with self._lock_of(node_id), self._bounded_errors(node_id, root):
@@ -166,7 +167,7 @@ class ReplyStaging:
         for spooled in self._spool.read_replies():
             with self._lock_of(spooled.node_id):
                 if spooled.session in self._open[spooled.node_id]:
-                    continue  # an earlier attempt, which the database ended
+                    continue  # recovered in an earlier attempt that a database error ended
                 announcement = self._judge_again(spooled, state)
                 if announcement is None:
                     self._dropped[spooled.node_id].append(spooled.session)
@@ -196,13 +197,13 @@ class ReplyStaging:
             self._storage_errors = {of: (count, at) for of, (count, at) in errors.items() if at > since}
 
     def open_replies(self) -> int:
-        """Return how many replies are open or on their way to Flower."""
+        """Return the number of replies that are open or being passed to Flower."""
         return len(self._all_open())
 
     # Helpers. Each caller holds the site's lock.
 
     def _answer_again(self, node_id: int, root: str) -> PushMessagesResponse | None:
-        """Return the answer to an announcement that was made before; None for a new one."""
+        """Return the answer to a repeated announcement; None for a new one."""
         for staged in self._open[node_id].values():
             if staged.announcement.tree.root == root:
                 staged.last_call = self._monotonic()
@@ -213,7 +214,7 @@ class ReplyStaging:
         return None
 
     def _drop_replaced(self, announcement: Announcement) -> None:
-        """Drop what the site's new reply replaces. Raises FleetCallRefused."""
+        """Drop the reply that the site's new reply replaces. Raises FleetCallRefused."""
         own = self._open[announcement.node_id]
         finished = self._finished[announcement.node_id].values()
         if any(reply.announcement.instruction_id == announcement.instruction_id for reply in finished):
@@ -249,7 +250,7 @@ class ReplyStaging:
         return staged
 
     def _session_of(self, request: PushObjectRequest) -> StagedReply | None:
-        """Return the reply that an object belongs to; None if it is already stored. Raises FleetCallRefused."""
+        """Return the reply that an object belongs to; None if the object is already stored. Raises FleetCallRefused."""
         node_id, session = request.node.node_id, request.session_id
         staged = self._open[node_id].get(session)
         known = staged or self._finished[node_id].get(session)
@@ -262,7 +263,7 @@ class ReplyStaging:
         return staged
 
     def _count_upload(self, announcement: Announcement, count: int) -> None:
-        """Count bytes for an instruction. Raises FleetCallRefused above the bound for all replies to it."""
+        """Count bytes for an instruction. Raises FleetCallRefused above the limit for all replies to it."""
         of = announcement.node_id, announcement.instruction_id
         with self._all:
             before = self._uploaded.get(of, (0, 0.0))[0]
@@ -271,7 +272,7 @@ class ReplyStaging:
             self._uploaded[of] = before + count, announcement.expires
 
     def _write(self, staged: StagedReply, object_id: str, content: bytes) -> None:
-        """Write an object, unless its reply and folder were removed meanwhile, which `_take` handles."""
+        """Write an object, unless its reply and folder have been removed meanwhile; `_take` handles that case."""
         node_id = staged.announcement.node_id
         try:
             self._spool.put_object(node_id, staged.session, object_id, content)
@@ -281,14 +282,14 @@ class ReplyStaging:
                     raise
 
     def _take(self, staged: StagedReply, object_id: str, body_bytes: int) -> None:
-        """Count an object that was written. Raises FleetCallRefused."""
+        """Count a written object. Raises FleetCallRefused."""
         node_id = staged.announcement.node_id
         with self._lock_of(node_id):
             if self._open[node_id].get(staged.session) is not staged:
                 # The reply ended during the write, perhaps into a folder that was being removed.
                 self._spool.remove_reply(node_id, staged.session)
                 if staged.session in self._finished[node_id]:
-                    return  # another call has brought this object, and Flower has the reply
+                    return  # another call delivered this object, and Flower has the reply
                 raise FleetCallRefused(RefusalReason.DROPPED, staged.session)
             if object_id in staged.present:
                 return
@@ -301,7 +302,7 @@ class ReplyStaging:
 
     def _queue_if_whole(self, staged: StagedReply) -> None:
         if staged.missing:
-            return  # each object is counted once, so only one call finds none missing
+            return  # each object is counted once, so only one call finds no object missing
         staged.is_whole = True
         read = partial(self._spool.read_object, staged.announcement.node_id, staged.session)
         self._hand_over.add_reply(WholeReply(staged.announcement, read, partial(self._finish, staged)))
@@ -327,7 +328,7 @@ class ReplyStaging:
     def _why_drop(self, staged: StagedReply, state: Any, is_registered: Callable[[int], bool]) -> str:
         announcement = staged.announcement
         if self._open[announcement.node_id].get(staged.session) is not staged:
-            return ""  # it was removed meanwhile
+            return ""  # the reply was removed meanwhile
         if not staged.active_calls and self._monotonic() - staged.last_call > limits.IDLE_SECONDS:
             return f"no object for {limits.IDLE_SECONDS:.0f} s"
         row = link_states.find_instruction(state, announcement.instruction_id)
@@ -339,7 +340,7 @@ class ReplyStaging:
         return "" if is_registered(announcement.node_id) else "the site's key is no longer registered"
 
     def _judge_again(self, spooled: SpooledReply, state: Any) -> Announcement | None:
-        """Return the announcement of a reply from the disk; None if no instruction waits for it."""
+        """Return the announcement of a reply on disk; None if no instruction is waiting for the reply."""
         try:
             request = PushMessagesRequest.FromString(spooled.request)
             row = link_states.find_instruction(state, instruction_id_of(request))
@@ -347,11 +348,11 @@ class ReplyStaging:
         except (FleetCallRefused, ValueError) as error:  # protobuf's DecodeError is a ValueError
             log(WARNING, "a reply of node %s on the disk is removed: %s", spooled.node_id, error)
             return None
-        # Flower accepts the same reply a second time, which completes a partial one.
+        # Flower accepts the same reply a second time, which completes a partial reply.
         return announcement if row is not None and row.reply_id in ("", announcement.tree.root) else None
 
     def _take_up(self, staged: StagedReply, object_id: str) -> None:
-        """Check a file of an earlier process. Remove a wrong file and treat it as not received."""
+        """Check a file from an earlier process. Remove an invalid file and treat its object as not received."""
         node_id = staged.announcement.node_id
         try:
             content = self._spool.read_object(node_id, staged.session, object_id)
@@ -377,7 +378,7 @@ class ReplyStaging:
 
     @contextlib.contextmanager
     def _bounded_errors(self, node_id: int, of: str) -> Iterator[None]:
-        """Pass on disk and database errors; after ten for one reply, raise a refusal instead."""
+        """Return a context that passes on disk and database errors but, after ten for one reply, raises a refusal."""
         try:
             yield
         except (SQLAlchemyError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Clean up every 30 s: incomplete replies, counts of refusals, and Flower's data on ended runs.
+"""Clean up every 30 s: incomplete replies, refusal counts, and Flower's data on ended runs.
 
 Flower drops the objects of an ended run only when an operator lists runs, stops one or follows its log, and its
 database file never shrinks.
@@ -6,10 +6,10 @@ database file never shrinks.
 | case | result |
 |---|---|
 | a run has ended and has objects | Flower's own `cleanup_run` |
-| a run is active | its objects stay, and the file is unchanged |
+| a run is active | its objects stay, and the database file is unchanged |
 | no run is active, and 256 MiB of the file are free | the file is rewritten (VACUUM); calls wait meanwhile |
 | the state is in memory | there is no file |
-| the database is locked | the next sweep does it |
+| the database is locked | the next sweep tries again |
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from fedveil.guard.flower import link_states
 
 
 class PeriodicSweep:
-    """A thread that calls `sweep` every `seconds`; an error is logged, and the next sweep still runs."""
+    """A thread that calls `sweep` every `seconds`; errors are logged, and the next sweep still runs."""
 
     def __init__(self, sweep: Callable[[], None], seconds: float = limits.SWEEP_SECONDS) -> None:
         self._sweep, self._seconds = sweep, seconds
         self._end = threading.Event()
 
     def start(self) -> None:
-        """Start the thread. It ends with the process."""
+        """Start the thread, which ends with the process."""
         threading.Thread(target=self._run, name="fedveil-sweep", daemon=True).start()
 
     def stop(self) -> None:

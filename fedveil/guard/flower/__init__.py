@@ -1,11 +1,11 @@
 """Detect the installed Flower version and select the guard parts that only some versions need.
 
-| Flower | SuperNodes use | sites connect to | fleet port | a dead connection |
+| Flower | SuperNodes use | sites connect to | fleet port | dead connections |
 |---|---|---|---|---|
-| 1.39 | gRPC | a separate port of Flower | fleet_grpc.py | keepalive.py detects it |
-| 1.41, 1.42 | HTTP | a separate port of FedVeil: Flower has one for all | fleet_http.py | Flower waits at most 30 s |
+| 1.39 | gRPC | a separate Flower port | fleet_grpc.py | keepalive.py detects them |
+| 1.41, 1.42 | HTTP | a separate FedVeil port: Flower has only one | fleet_http.py | Flower waits at most 30 s |
 
-The rest of the guard is the same for all versions. For a version missing from this table, the guard exits
+The rest of the guard is the same for all versions. With a version that is not in this table, the guard exits
 with an explanation.
 """
 
@@ -25,7 +25,7 @@ class FlowerRelease:
 
     Attributes:
         release: for example "1.39", which includes its patch releases.
-        speaks: the protocol between its SuperNodes and the server.
+        speaks: the protocol that its SuperNodes use with the server.
     """
 
     release: str
@@ -36,7 +36,7 @@ LINES = (FlowerRelease("1.39", "gRPC"), FlowerRelease("1.41", "HTTP"), FlowerRel
 
 
 class RefusalBehavior(Enum):
-    """Reaction of a SuperNode to a refused request."""
+    """A SuperNode's reaction to a refused request."""
 
     SAYS_WHY = "it logs the reason and ends"
     ENDS = "it ends without a message"
@@ -44,7 +44,7 @@ class RefusalBehavior(Enum):
 
 
 def release_of(version: str) -> FlowerRelease:
-    """Return the release that a Flower version belongs to. Raises ConfigError for an unsupported version."""
+    """Return the release that a Flower version belongs to. Raises ConfigError if the version is unsupported."""
     for line in LINES:
         if version == line.release or version.startswith(f"{line.release}."):
             return line

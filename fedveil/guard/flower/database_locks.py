@@ -1,7 +1,7 @@
-"""Wait for a locked database for a minute instead of five seconds.
+"""Wait a minute for a locked database instead of five seconds.
 
-A backup program that copies Flower's database holds a lock on it for as long as it copies. Flower's SuperLink ends, or
-answers with 500, when it has waited five seconds.
+A backup program that copies Flower's database holds a lock on it during the copy. After waiting five seconds, Flower's
+SuperLink ends or answers with 500.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _PRAGMA = "busy_timeout"
 
 
 def patch_busy_timeout() -> None:
-    """Make this process's SuperLink wait for its database as long as this module says."""
+    """Make this process's SuperLink wait up to `BUSY_MILLISECONDS` for its database."""
     module = importlib.import_module("flwr.supercore.sql_mixin")
     others = tuple((name, value) for name, value in module.SQLITE_PRAGMAS if name != _PRAGMA)
     module.SQLITE_PRAGMAS = (*others, (_PRAGMA, str(BUSY_MILLISECONDS)))  # type: ignore[attr-defined]

@@ -1,26 +1,26 @@
-"""Check gRPC calls of Flower 1.39 before they are parsed: strangers hold no thread, and a site holds few.
+"""Check Flower 1.39's gRPC calls before they are parsed: strangers cannot hold threads, and each site holds only a few.
 
-A usual gRPC handler waits for the body in a pool thread before it runs, even if it only refuses the call. So this
-interceptor runs before Flower's, and its handler starts as soon as the headers are there.
+A normal gRPC handler waits for the body in a pool thread before it runs, even if it only refuses the call. So this
+interceptor runs before Flower's, and its handler starts as soon as the headers have arrived.
 
-Formal guarantees, for a server that `patch_grpc_server` has changed:
-- a call waits for its body only after its key was found in the registry and its signature and time were right;
+Formal guarantees, for a server patched by `patch_grpc_server`:
+- a call waits for its body only after its key was found in the registry and its signature and time were verified;
 - a key has at most 8 such open calls, each for at most 300 s until its body has arrived;
 - a caller that finds no free thread waits for one: no caller gets RESOURCE_EXHAUSTED because of others' open calls.
 
 | a call | answer |
 |---|---|
-| without a key, a time or a signature, or with a duplicate of one | UNAUTHENTICATED |
-| of a key that is not in the registry | see site_registry.py; its signature is not checked |
-| of a registered key, with a wrong signature | UNAUTHENTICATED |
-| the same, with a right signature over a time that is too far from the server's | UNAVAILABLE, and how far |
-| the ninth of a key | the oldest one of that key ends with UNAVAILABLE |
-| no body after 300 s, or the stream ends without one | UNAVAILABLE |
+| without a key, a time or a signature, or with a duplicate | UNAUTHENTICATED |
+| with a key that is not in the registry | see site_registry.py; its signature is not checked |
+| with a registered key and a wrong signature | UNAUTHENTICATED |
+| the same, with a valid signature over a time too far from the server's | UNAVAILABLE, with the difference |
+| the ninth with the same key | the key's oldest call ends with UNAVAILABLE |
+| no body after 300 s, or the stream ends without a body | UNAVAILABLE |
 | a body of more than 64 KiB (2 MiB for PushMessages, 8 MiB for PushObject) | PERMISSION_DENIED |
 | a body that is not a request | INVALID_ARGUMENT |
 
-UNAVAILABLE makes an honest SuperNode ask again. gRPC normally ends a call with CANCELLED, which makes the SuperNode
-leave its loop permanently. So a lower-level function, which accepts a status code, ends the call.
+UNAVAILABLE makes an honest SuperNode retry. gRPC normally ends a call with CANCELLED, which makes the SuperNode
+leave its loop permanently. So a lower-level function that accepts a status code ends the call.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Refusal = Callable[[bytes, bool], tuple[RefusalBehavior, str] | None]
 
 _FLEET = "/flwr.proto.Fleet/"
 _HEADERS = (PUBLIC_KEY_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER)
-_HEADERS_NEEDED = "fedveil: a key, a time and a signature are needed, each once"
+_HEADERS_NEEDED = "fedveil: expected exactly one key, one time and one signature"
 _MAX_BYTES = {"PushMessages": limits.MAX_ANNOUNCEMENT_CALL_BYTES, "PushObject": limits.MAX_OBJECT_CALL_BYTES}
 _OPTIONS = {
     "grpc.max_receive_message_length": limits.MAX_OBJECT_CALL_BYTES,
@@ -57,14 +57,14 @@ _CODES = {
 
 
 def patch_grpc_server(interceptor: FleetCallInterceptor) -> None:
-    """Apply the bounds above to every gRPC server of this process, with `interceptor` before its own."""
+    """Apply these limits to every gRPC server in this process, with `interceptor` before its own interceptors."""
     original = grpc.server
 
     def server(
         pool: Any, handlers: Any = None, interceptors: Any = None, options: Any = None,
         maximum_concurrent_rpcs: int | None = None, **more: Any,
     ) -> Any:  # fmt: skip
-        del maximum_concurrent_rpcs  # a call above it would get RESOURCE_EXHAUSTED, and its SuperNode would end
+        del maximum_concurrent_rpcs  # a call above this limit would get RESOURCE_EXHAUSTED, and its SuperNode would end
         own = [(name, value) for name, value in options or () if name not in _OPTIONS]
         return original(pool, handlers, [interceptor, *(interceptors or ())], [*own, *_OPTIONS.items()], None, **more)
 
@@ -72,10 +72,10 @@ def patch_grpc_server(interceptor: FleetCallInterceptor) -> None:
 
 
 class FleetCallInterceptor(grpc.ServerInterceptor):
-    """The bounds on calls to the fleet port.
+    """The limits on calls to the fleet port.
 
     Args:
-        refusal: returns the refusal for a key (PEM) and a flag for activating calls; None for a member.
+        refusal: returns the refusal, given a key (PEM) and whether the call activates a SuperNode; None for a member.
         is_known: returns whether a key is in the registry, valid or not.
     """
 
@@ -83,17 +83,17 @@ class FleetCallInterceptor(grpc.ServerInterceptor):
         self._refusal, self._is_known, self._open_calls = refusal, is_known, open_calls
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
-        """Return the handler of a call. Do nothing else, because one thread runs this for all calls."""
+        """Return a call's handler. Do nothing else, because one thread runs this for all calls."""
         if not details.method.startswith(_FLEET):
             return continuation(details)
         return grpc.stream_unary_rpc_method_handler(partial(self._answer, continuation, details))
 
     def _answer(self, continuation: Callable[[Any], Any], details: Any, bodies: Iterator[bytes], context: Any) -> bytes:
-        """Answer one call, in a pool thread."""
+        """Handle one call in a pool thread."""
         key = self._require_member(details, context)
         call = self._open_calls.enter(key, partial(_end_call, context))
         if not context.add_callback(partial(self._open_calls.leave, call)):
-            self._open_calls.leave(call)  # it has ended already
+            self._open_calls.leave(call)  # the call has already ended
         try:
             body = next(bodies)
         except StopIteration:
@@ -102,19 +102,19 @@ class FleetCallInterceptor(grpc.ServerInterceptor):
         call.has_body = True
         name = details.method.removeprefix(_FLEET)
         if len(body) > _MAX_BYTES.get(name, limits.MAX_CALL_BYTES):
-            context.abort(grpc.StatusCode.PERMISSION_DENIED, f"fedveil: {len(body)} bytes are too many for {name}")
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, f"fedveil: {len(body)} bytes is too much for {name}")
         handler = continuation(details)
         if handler is None:
             context.abort(grpc.StatusCode.UNIMPLEMENTED, "fedveil: no such call")
         try:
             request = handler.request_deserializer(body)
         except DecodeError:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "fedveil: no request")
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "fedveil: not a request")
         answer: bytes = handler.response_serializer(handler.unary_unary(request, context))
         return answer
 
     def _require_member(self, details: Any, context: Any) -> bytes:
-        """Return the key that signed a call; otherwise end the call."""
+        """Return the key that signed a call; end the call if its signature is invalid."""
         found = {name: [v for n, v in details.invocation_metadata if n == name] for name in _HEADERS}
         if any(len(values) != 1 for values in found.values()):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{_HEADERS_NEEDED}; {limits.SHOWS_TIME}{now().isoformat()}")
@@ -128,12 +128,12 @@ class FleetCallInterceptor(grpc.ServerInterceptor):
         except ClockDifferenceError as error:
             context.abort(grpc.StatusCode.UNAVAILABLE, f"fedveil: {error}")
         except ERRORS:
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "fedveil: the signature is not by this key over this time")
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "fedveil: this key did not sign this time")
         if refused is not None:
             context.abort(_CODES[refused[0]], refused[1])
         return bytes(key)
 
 
 def _end_call(context: Any) -> None:
-    """End a call with UNAVAILABLE at any point of its handler."""
+    """End a call with UNAVAILABLE at any point in its handler."""
     context._rpc_event.call.cancel(grpc.StatusCode.UNAVAILABLE.value[0], "fedveil: too many open calls, or no body")

@@ -1,12 +1,9 @@
-"""Three more checks on Flower 1.39's fleet port: a SuperNode uses only its own key, until it expires, and may wait.
+"""Two more checks on Flower 1.39's fleet port: a SuperNode uses only its own key, and only until it expires.
 
 Flower's interceptor checks that a request is signed by the key in its metadata. It accepts any key for an
 activation request, and the servicer then trusts the public key in the request. Anyone who could reach the
 port and knew a site's public key, which is not secret, could therefore activate that site. That kept its
 SuperNode offline for up to 1800 s.
-
-A key that is in the registry and not in Flower's database is that of a member whose server lost its database. Flower's
-answer ends the SuperNode for good. Here it asks again, until the operator has registered the keys anew.
 """
 
 from __future__ import annotations
@@ -28,18 +25,13 @@ _CODES = {
     RefusalBehavior.ASKS_AGAIN: grpc.StatusCode.UNAVAILABLE,
 }
 
-NOT_IN_DATABASE = (
-    "this key is registered, but the server's database does not have it, as after its loss or a restore; the operator "
-    "runs fedveil members sync, and this site then connects by itself"
-)
-
 _wrap: Callable[..., Any] = NodeAuthServerInterceptor._wrap_method_handler
 
 
 def install_checks(refusal: Refusal) -> None:
     """Make Flower's interceptor refuse a request that names a public key other than its signing key.
 
-    It also refuses requests that `refusal` refuses, given the signing key (PEM) and whether the request
+    It also refuses requests for which `refusal` returns a refusal, given the signing key (PEM) and whether the request
     activates a SuperNode.
     """
 
@@ -52,8 +44,6 @@ def install_checks(refusal: Refusal) -> None:
                 context.abort(grpc.StatusCode.UNAUTHENTICATED, "Invalid public key")
             if (refused := refusal(signed_by, isinstance(request, ActivateNodeRequest))) is not None:
                 context.abort(_CODES[refused[0]], refused[1])
-            if isinstance(request, ActivateNodeRequest) and not _is_in_database(self, signed_by):
-                context.abort(grpc.StatusCode.UNAVAILABLE, f"fedveil: {NOT_IN_DATABASE}")
             return wrapped.unary_unary(request, context)
 
         return grpc.unary_unary_rpc_method_handler(
@@ -63,7 +53,3 @@ def install_checks(refusal: Refusal) -> None:
         )
 
     NodeAuthServerInterceptor._wrap_method_handler = checked  # type: ignore[method-assign,assignment]
-
-
-def _is_in_database(interceptor: NodeAuthServerInterceptor, key: bytes) -> bool:
-    return interceptor.state_factory.state().get_node_id_by_public_key(key) is not None

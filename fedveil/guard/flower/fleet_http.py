@@ -1,21 +1,21 @@
 """A port for sites only: Flower 1.41 and 1.42 have one HTTP port for sites, operators and Flower's own processes.
 
-The process listens at a second address. For each request there, this module checks the headers before it reads a byte
+The process listens on a second address. For each request there, this module checks the headers before it reads a byte
 of the body, and it reads the body before Flower sees the request:
 
 | a request to the sites' port | answer |
 |---|---|
-| a path other than /v1/fleet/NAME, a method other than POST, a web socket | 404 |
+| a path other than /v1/fleet/NAME, a method other than POST, a WebSocket | 404 |
 | without a length, or longer than 64 KiB (push-messages 2 MiB, push-object 8 MiB) | 411, 413 |
 | a key that is not in the registry | as below; its signature is not checked |
-| no key, two keys, a wrong time, a signature by another key | 401: its SuperNode ends |
+| no key, two keys, a wrong time, a signature by a different key | 401: its SuperNode ends |
 | a key that members.json does not permit | 412 with the reason when its SuperNode starts, later 401 |
-| members.json cannot be read | 503: its SuperNode asks again |
-| the ninth open call of a key without a body | the oldest one of that key gets 503 |
+| members.json cannot be read | 503: its SuperNode retries |
+| the ninth open call with the same key and no body yet | the key's oldest call gets 503 |
 | no body after 300 s | 503 |
 | anything else | from Flower, which checks the signature again and that the key belongs to the calling node |
 
-Flower's router uses the same path. The kernel, not a header, determines the port of a connection.
+Flower's router uses the same path. The kernel, not a header, determines a connection's port.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Any, Any], Awaitable[None]]
 Refusal = Callable[[bytes, bool], tuple[RefusalBehavior, str] | None]
 
-# Flower's names for them; 1.39 has no such port and no such constants.
+# Flower's header names; 1.39 has neither this port nor these constants.
 PUBLIC_KEY, SIGNATURE = "flwr-public-key", "flwr-signature"
 _HEADERS = (PUBLIC_KEY, SIGNATURE, TIMESTAMP_HEADER)
 _PATH = re.compile(r"/v1/fleet/[a-z-]{1,60}")
@@ -50,7 +50,7 @@ _MAX_BYTES = {
     "/v1/fleet/push-messages": limits.MAX_ANNOUNCEMENT_CALL_BYTES,
     "/v1/fleet/push-object": limits.MAX_OBJECT_CALL_BYTES,
 }
-_LONGEST = 1000  # characters of a header
+_LONGEST = 1000  # maximum characters of a header
 _STATUS = {RefusalBehavior.SAYS_WHY: 412, RefusalBehavior.ENDS: 401, RefusalBehavior.ASKS_AGAIN: 503}
 
 
@@ -63,7 +63,7 @@ def sites_only(
     """Wrap `app`, an ASGI application, to serve only sites.
 
     Args:
-        refusal: returns the answer for a signing key (PEM) and a flag for a SuperNode's first request;
+        refusal: returns the answer, given a signing key (PEM) and whether this is a SuperNode's first request;
             None if Flower answers the request.
         is_known: returns whether a key is in the registry, valid or not.
         open_calls: the calls whose bodies have not arrived.
@@ -82,7 +82,7 @@ def sites_only(
         if not why and body is None:
             status, why = 503, "too many open calls, or no body"
         if why:
-            # Flower's SuperNode prints what looks like a Flower error: a number, and `detail`.
+            # Flower's SuperNode prints bodies that look like a Flower error: a number, and `detail`.
             body = json.dumps({"code": 0, "detail": f"fedveil: {why}"}).encode()
             headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
             await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -94,7 +94,7 @@ def sites_only(
 
 
 async def _read_body(receive: Any, calls: OpenCalls, key: bytes) -> bytes | None:
-    """Return the body of a request; None if it is late or must yield to a newer call."""
+    """Return a request's body; None if the body is late or the call must yield to a newer call."""
     loop, reading = asyncio.get_running_loop(), asyncio.ensure_future(_receive_all(receive))
     call = calls.enter(key, lambda: loop.call_soon_threadsafe(reading.cancel))
     try:
@@ -106,7 +106,7 @@ async def _read_body(receive: Any, calls: OpenCalls, key: bytes) -> bytes | None
 
 
 async def _receive_all(receive: Any) -> bytes | None:
-    """Return the body; None if the client disconnects. The length in the header, which uvicorn enforces, bounds it."""
+    """Return the body; None if the client disconnects. Uvicorn enforces the length in the header, which limits it."""
     body = bytearray()
     while True:
         message = await receive()
@@ -118,7 +118,7 @@ async def _receive_all(receive: Any) -> bytes | None:
 
 
 def _with_body(body: bytes, receive: Any) -> Any:
-    """Return an ASGI channel that yields this body and then the events after it."""
+    """Return an ASGI channel that yields this body, followed by the later events."""
     waiting = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Any:
@@ -138,7 +138,7 @@ def route_by_port(port: int, sites: App, others: App) -> App:
 
 
 def add_listener(host: str, port: int) -> None:
-    """Make this process's uvicorn server also listen at this address, with the same certificate.
+    """Make this process's uvicorn server also listen on this address, with the same certificate.
 
     Exits the process if the address is not available.
     """
@@ -150,19 +150,19 @@ def add_listener(host: str, port: int) -> None:
         try:
             second = socket.create_server((host, port), family=family)
         except (OSError, OverflowError) as error:
-            sys.exit(f"error: fleet-port: expected a free port at {host}:{port}, found none ({error}); name another")
+            sys.exit(f"error: fleet-port: expected a free port at {host}:{port}, found none ({error}); choose another")
         original(self, [*(sockets or [self.config.bind_socket()]), second])
 
     uvicorn.Server.run = run  # type: ignore[method-assign]
 
 
 def _unfit(scope: Scope) -> tuple[int, str]:
-    """Return status and reason if no SuperNode sends such a request; the reason is "" for a possible request."""
+    """Return the status and reason for a request that no SuperNode sends; the reason is "" for a possible request."""
     if scope["method"] != "POST" or not _PATH.fullmatch(scope["path"]):
-        return 404, "this port serves sites, at /v1/fleet alone"  # fedveil doctor knows the port by it
+        return 404, "this port serves sites, at /v1/fleet alone"  # fedveil doctor recognizes the port by this text
     length = _values(scope, "content-length")
     if len(length) != 1 or not re.fullmatch(r"[0-9]{1,12}", length[0]):
-        return 411, "a request with its length is needed"
+        return 411, "the request needs a length"
     if int(length[0]) > (most := _MAX_BYTES.get(scope["path"], limits.MAX_CALL_BYTES)):
         return 413, f"expected at most {most} bytes, found {length[0]}"
     return 0, ""
@@ -172,7 +172,7 @@ def _refused(scope: Scope, refusal: Refusal, is_known: Callable[[bytes], bool]) 
     """Return a request's status, reason and key; the reason is "" if Flower answers the request."""
     headers = {name: _values(scope, name) for name in _HEADERS}
     if any(len(values) != 1 or len(values[0]) > _LONGEST for values in headers.values()):
-        return 401, "a key, a time and a signature are needed, each once", b""
+        return 401, "expected exactly one key, one time and one signature", b""
     key_text, signature_text, stamp = (headers[name][0] for name in _HEADERS)
     try:
         key = b64decode(key_text, validate=True)
@@ -183,7 +183,7 @@ def _refused(scope: Scope, refusal: Refusal, is_known: Callable[[bytes], bool]) 
     except ClockDifferenceError as error:
         return 503, str(error), b""
     except ERRORS:
-        return 401, "the signature is not by this key over this time", b""
+        return 401, "this key did not sign this time", b""
     if refused is None:
         return 0, "", key
     return _STATUS[refused[0]], refused[1].removeprefix("fedveil: "), b""

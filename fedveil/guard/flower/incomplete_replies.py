@@ -1,23 +1,23 @@
 """Deliver a reply to the ServerApp only when all its parts have arrived; until then the round continues.
 
-Flower delivers a reply as soon as it is announced, and the ServerApp then waits for its parts. A site that
-is killed while sending can thus hold up the round of all sites, as can one that deliberately sends a part
-every other minute. The delay is three minutes without a part and over an hour with them, beyond every
-deadline of the run.
+Flower delivers a reply as soon as it is announced, and the ServerApp then waits for its parts. So a site that
+is killed while sending can hold up the round for all sites, as can a site that deliberately sends one part
+every other minute. The delay is three minutes if no parts arrive and over an hour if they do, beyond all of the run's
+deadlines.
 
 | a reply | Flower's behavior | here |
 |---|---|---|
 | all parts are present | delivered | delivered |
 | parts are missing, and its online site may still push them | delivered; the ServerApp waits | not yet delivered |
-| the same, after the run's deadline | waited for | "no reply within the deadline" |
-| the same, no part for three minutes, or no sign of life for a minute | waited for, then lost | lost |
-| parts are missing, and no site was told to push them | waited for, for over an hour | lost |
+| the same, after the run's deadline | the ServerApp waits | "no reply within the deadline" |
+| the same, with no part for three minutes or no sign of life for a minute | the ServerApp waits, then lost | lost |
+| parts are missing, and no site was told to push them | the ServerApp waits for over an hour | lost |
 | announced during the check | delivered | not yet delivered: the two exclude each other |
 
 The check asks the store for missing parts, not the push sessions: a site can announce anything, including its
-reply below another object, and the reply then belongs to that object's session. No incomplete reply is delivered.
+reply below another object, and then the reply belongs to that object's session. No incomplete reply is delivered.
 
-The patch runs in the SuperLink's process. An unpatched SuperLink behaves like Flower.
+The patch runs in the SuperLink's process. An unpatched SuperLink behaves as in stock Flower.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def patch_incomplete_replies() -> None:
 def _only_whole(state: Any, replies: _Replies) -> None:
     """Patch Flower's class.
 
-    `replies` gives for each message: the message, its reply, and whether its site is online and has a session for it.
+    `replies` gives, for each message, the message, its reply, and whether its site is online and has a session for it.
     """
     one_at_a_time = threading.RLock()
     announce, find = state.store_message_and_object_tree, state.get_message_res

@@ -1,17 +1,17 @@
-"""Detect a SuperNode's dead connection within seconds and reconnect.
+"""Detect a SuperNode's dead connection within seconds, and reconnect.
 
 Flower's SuperNode polls without a deadline. If a firewall, router or bridge silently drops the connection,
-the request waits for a TCP timeout, which takes a quarter of an hour on Linux. A proxy that keeps its own
+the request waits for a TCP timeout, which takes 15 minutes on Linux. A proxy that keeps its own
 end open makes it wait forever. The server considers the site offline after a minute.
 
 | the network | detected after |
 |---|---|
-| silently carries no more data | `SECONDS` without a byte, then `TIMEOUT` without an answer to a ping |
-| returns with another address or behind another router | the same; then a new connection |
+| silently stops carrying data | `SECONDS` without a byte, then `TIMEOUT` without an answer to a ping |
+| comes back with a different address or behind a different router | the same; then a new connection |
 | stays down for longer | one connection attempt every `AGAIN` seconds at most |
 
-A ping is sent only during an open request, and at most two without data between them. A gRPC server treats
-more as abuse.
+Pings are sent only during an open request, and at most two without data between them. A gRPC server treats
+more pings as abuse.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ AGAIN = 10.0
 
 
 def patch_supernode_keepalive(seconds: float = SECONDS, timeout: float = TIMEOUT) -> None:
-    """Make every gRPC channel of this process send keepalive pings to check that its peer is alive."""
+    """Make every gRPC channel in this process send keepalive pings to check that its peer is alive."""
     options = (
         ("grpc.keepalive_time_ms", round(seconds * 1000)),
-        ("grpc.keepalive_timeout_ms", round(timeout * 1000)),  # for bytes without an acknowledgment
+        ("grpc.keepalive_timeout_ms", round(timeout * 1000)),  # for unacknowledged bytes
         ("grpc.http2.ping_timeout_ms", round(timeout * 1000)),  # for the ping: gRPC 1.85 otherwise waits a minute
         ("grpc.max_reconnect_backoff_ms", round(AGAIN * 1000)),
     )
@@ -39,7 +39,7 @@ def patch_supernode_keepalive(seconds: float = SECONDS, timeout: float = TIMEOUT
 
 
 def _with(make: Callable[..., grpc.Channel], more: tuple[tuple[str, int], ...]) -> Callable[..., grpc.Channel]:
-    """Wrap `make` to put these channel options before those of the caller."""
+    """Wrap `make` to put these channel options before the caller's options."""
 
     def made(*args: Any, options: Any = None, **kwargs: Any) -> grpc.Channel:
         return make(*args, options=[*more, *(options or ())], **kwargs)

@@ -1,4 +1,4 @@
-"""Patch Flower's two SuperLink states, in memory and in SQL, and query their object stores."""
+"""Patch Flower's two SuperLink states, in-memory and SQL, and query their object stores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Of = TypeVar("Of")
 
 @dataclass(frozen=True)
 class InstructionRow:
-    """A message of the ServerApp to a site, which Flower stores until its reply is delivered.
+    """A message from the ServerApp to a site, which Flower stores until its reply is delivered.
 
     Attributes:
         message_id: the id of its root object; random bytes in the content make it impossible to guess.
@@ -30,7 +30,7 @@ class InstructionRow:
 
     @property
     def expires(self) -> float:
-        """The time at which the instruction expires, in seconds since 1970."""
+        """Return the time when the instruction expires, in seconds since 1970."""
         return self.created_at + self.ttl
 
 
@@ -75,7 +75,7 @@ def find_instruction(state: Any, message_id: str) -> InstructionRow | None:
 
 
 def instructions_of_node(state: Any, node_id: int, run_id: int) -> list[InstructionRow]:
-    """Return the instructions of a run for a site, delivered or not; the newest first."""
+    """Return a run's instructions for a site, delivered or not, newest first."""
     rows = _instructions(state, node_id=node_id, run_id=run_id)
     return sorted(rows, key=lambda row: (row.created_at, row.message_id), reverse=True)
 

@@ -1,16 +1,16 @@
-"""Deliver a message again if its site never confirmed receipt and polls again.
+"""Deliver a message again if its site polls again without having confirmed receipt.
 
 Flower marks a message as delivered when a site requests it. If the answer is lost, for example with the
 connection, the next request returns nothing. The server then waits for the reply until the round's
 deadline.
 
-| a site polls, and its last message | Flower's behavior | here |
+| a site polls, and its last message | Flower returns | here |
 |---|---|---|
-| was received | the next one | the next one |
-| was sent, and the answer was lost | nothing, or the next one | that message again |
+| was received | the next message | the next message |
+| was sent, but lost in transit | nothing, or the next message | that message again |
 | was sent, but its parts could not be fetched, or the site was killed | the same | that message again |
-| is answered, received or not | the next one | the next one |
-| is past its deadline, or its run has ended | the next one | the next one |
+| has been answered, received or not | the next message | the next message |
+| is past its deadline, or its run has ended | the next message | the next message |
 | belongs to another site | nothing | nothing |
 
 A SuperNode requests one message at a time and confirms each before it requests the next. On confirmation
@@ -18,7 +18,7 @@ the server drops the message's parts, so a message that still has all its parts 
 site can ask, and it gets only messages addressed to it. Its ledger records the use of its examples for a
 repeated client round, as for any round (`max-retries`).
 
-The patch runs in the SuperLink's process. An unpatched SuperLink behaves like Flower.
+The patch runs in the SuperLink's process. An unpatched SuperLink behaves as in stock Flower.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def patch_redelivery() -> None:
 
 
 def _again(state: Any, mark: _Mark) -> None:
-    """Patch Flower's class. `mark` resets a node's messages to undelivered if they were not received."""
+    """Patch Flower's class. `mark` marks a node's messages as undelivered if they were not received."""
     hand_out = state.get_message_ins
 
     def get_message_ins(self: Any, node_id: int, limit: int | None, **more: Any) -> Any:

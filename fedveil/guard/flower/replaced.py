@@ -1,8 +1,8 @@
-"""List the attributes of Flower and other libraries that the guard replaces; all are resolved before any is replaced.
+"""List the attributes of Flower and other libraries that the guard replaces; all are looked up before any is replaced.
 
-Assigning to an attribute that no code reads raises nothing, so a release that has moved or renamed one would silently
-run without the replacement. So a process in which one is missing does not start. The table of
-docs/decisions/upstream/README.md gives the reason for each; a test compares the two.
+Assigning to an attribute that no code reads does not raise an error, so a release that has moved or renamed one would
+silently run without the replacement. So a process does not start if any of its attributes is missing. The table in
+docs/decisions/upstream/README.md gives the reason for each attribute; a test compares the two.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Process = Literal["SuperLink", "SuperNode", "SuperExec", "client process", "Serv
 
 @dataclass(frozen=True)
 class ReplacedAttribute:
-    """A third-party function or class that a file of the guard replaces.
+    """A third-party function or class that one of the guard's files replaces.
 
     Attributes:
-        file: the file that replaces it, below fedveil/.
+        file: the guard's file that replaces it, below fedveil/.
         process: the process in which it is replaced.
         module: the module that defines it.
         name: name of the attribute, with its class: "SqlCoreState.store_object".
-        takes: names of arguments that the replacement relies on.
-        speaks: the protocol of the releases that have it; "" = all.
+        takes: names of the arguments that the replacement relies on.
+        speaks: the protocol used by the releases that have it; "" = all releases.
     """
 
     file: str
@@ -72,6 +72,10 @@ FLEET_CALLS = (
 
 REPLACED = (
     ReplacedAttribute("guard/clientapp.py", "client process", _CLIENT, "pull_task_input", ("client",)),
+    ReplacedAttribute(
+        "guard/clientapp.py", "client process", _CLIENT, "pull_and_inflate_object_from_tree",
+        ("object_tree", "pull_object_fn", "confirm_object_received_fn"),
+    ),
     ReplacedAttribute("guard/clientapp.py", "client process", _CLIENT, "install_from_fab"),
     ReplacedAttribute("guard/clientapp.py", "client process", _CLIENT, "push_message", ("client", "message")),
     ReplacedAttribute("guard/heartbeat.py", "client process", _CLIENT, "HeartbeatSender", ("heartbeat_fn",)),

@@ -1,18 +1,18 @@
-"""Make a SuperNode or SuperExec retry after more kinds of answers than Flower does.
+"""Make a SuperNode or SuperExec retry after more kinds of errors than Flower does.
 
-Flower retries when nothing answers and gives up at any other error: its SuperNode then leaves its loop permanently.
+Flower retries when nothing answers and gives up on any other error: its SuperNode then leaves its loop permanently.
 
 | the answer | Flower's behavior | here |
 |---|---|---|
-| UNAVAILABLE, 503, 504; 502 from Flower 1.42 on | retries without limit | the same; 502 on all |
-| INTERNAL, UNKNOWN, DEADLINE_EXCEEDED, ABORTED, CANCELLED, RESOURCE_EXHAUSTED; 408, 429, 500 | gives up | retries, a
-  push for `PUSH_SECONDS` at most: a server that cannot accept it would otherwise get it forever |
-| a TLS handshake that fails, after an earlier call succeeded | gives up | retries: it was this server once |
-| the same, before that | gives up | the same: it is another server, or another CA |
+| UNAVAILABLE, 503, 504; 502 since Flower 1.42 | retries without limit | the same; 502 with every version |
+| INTERNAL, UNKNOWN, DEADLINE_EXCEEDED, ABORTED, CANCELLED, RESOURCE_EXHAUSTED; 408, 429, 500 | gives up | retries; a
+  push for at most `PUSH_SECONDS`: a server that cannot accept it would otherwise get it forever |
+| a TLS handshake that fails after an earlier call succeeded | gives up | retries: it was the right server before |
+| a TLS handshake that fails before that | gives up | the same: this is a different server, or a different CA |
 | PERMISSION_DENIED, 403: the run has ended | gives up | the same |
 | UNAUTHENTICATED, 401 | the process ends | the same |
 
-The patch does not change `_RETRYABLE_STATUS_CODES` of Flower's http_retry.py: it has no bound for pushes, and the
+The patch does not change `_RETRYABLE_STATUS_CODES` in Flower's http_retry.py, because it does not limit pushes, and the
 app's processes use it too.
 """
 
@@ -35,7 +35,7 @@ AGAIN = frozenset(
 PUSH_SECONDS = 300.0
 _PUSHES = ("PushMessagesRequest", "PushObjectRequest")
 _BAD_GATEWAY = "502"
-_TLS_WORDS = ("certificate", "ssl", "tls")  # as Flower's http_retry.py has them
+_TLS_WORDS = ("certificate", "ssl", "tls")  # the same as in Flower's http_retry.py
 
 _OWN = re.compile(r"fedveil: ((?:the site's clock is|this key is registered, but) [^\"\n]{1,300})")
 
@@ -52,7 +52,7 @@ def status_of(error: BaseException) -> str:
 
 
 def own_words(error: BaseException) -> str:
-    """Return what this federation's fleet port says of a refusal that is temporary, such as a wrong clock; else ""."""
+    """Return the fleet port's own explanation of a temporary refusal, such as a wrong clock; "" if there is none."""
     details = getattr(error, "details", None)
     text = details() if callable(details) else getattr(getattr(error, "response", None), "text", "")
     match = _OWN.search(str(text)[:2000])
@@ -69,11 +69,11 @@ class RetryPolicy:
 
     def __init__(self, invoker: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._invoke, self._give_up, self._clock = invoker.invoke, invoker.should_giveup, clock
-        self._call = threading.local()  # several threads pull and push the parts of a message
+        self._call = threading.local()  # several threads pull and push a message's parts
         self._has_succeeded = False
 
     def invoke(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Do what Flower's `invoke` does, for a call whose request is among the arguments."""
+        """Act like Flower's `invoke`, for a call whose request is among the arguments."""
         asked = {type(value).__name__ for value in (*args, *kwargs.values())}
         self._call.push_began = self._clock() if asked & {*_PUSHES} else None
         result = self._invoke(target, *args, **kwargs)
@@ -81,7 +81,7 @@ class RetryPolicy:
         return result
 
     def should_give_up(self, error: Exception) -> bool:
-        """Decide like Flower's `should_giveup`, but by the table above."""
+        """Decide like Flower's `should_giveup`, but by the module's table."""
         status = status_of(error)
         if said := own_words(error):
             _log.write(WARNING, said, key="fedveil")
@@ -111,7 +111,7 @@ def retry_persistently(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patch_retries(module: str, name: str) -> None:
-    """Make the invokers from function `name` of Flower's `module` retry as in the table above."""
+    """Make the invokers from function `name` in Flower's `module` retry as in the module's table."""
     loaded = importlib.import_module(module)
     setattr(loaded, name, retry_persistently(getattr(loaded, name)))
 

@@ -2,18 +2,18 @@
 
 A SuperExec claims a task and starts a program for it. If the program has not called within 30 s, Flower lets the
 task be claimed again, and the SuperExec starts another program for it. On a computer that needs longer (a first import
-from a network disk, too many processes) the programs pile up, each one makes the others slower, and the task never
-begins: 26 programs of three sites were seen. So this SuperExec sends heartbeats for a task while its program starts.
+from a network disk, too many processes), the programs pile up and slow each other down, and the task never
+starts: 26 programs for three sites were seen. So this SuperExec sends heartbeats for a task while its program starts.
 
 | the program | result |
 |---|---|
-| ends within `FIRST_SECONDS` | no heartbeat is sent from here |
-| needs longer | the task stays claimed for `LONGEST_SECONDS` at most |
+| ends within `FIRST_SECONDS` | no heartbeats are sent from here |
+| needs longer | the task stays claimed for at most `LONGEST_SECONDS` |
 | ends without a call | no more heartbeats: Flower lets the task be claimed again after at most a minute |
 | hangs | the same, after `LONGEST_SECONDS` |
-| has begun, and goes on | a few heartbeats besides its own, which then stop; one that arrives while the program ends is
-  refused, and Flower logs that |
-| its task is no longer known | the first refused heartbeat is the last |
+| has started and keeps running | a few heartbeats in addition to its own, which then stop; one that arrives while the
+  program ends is refused, and Flower logs this |
+| has a task that is no longer known | the first refused heartbeat is the last |
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _log = MinuteLog()
 
 
 class TaskClaim:
-    """Heartbeats for one task, from a thread of its own.
+    """Heartbeats for one task, sent from a separate thread.
 
     Attributes:
-        is_alive: whether the task's program still runs; until it is set, the program counts as running.
+        is_alive: whether the task's program is still running; until it is set, the program counts as running.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class TaskClaim:
 
 
 class TaskHeartbeat:
-    """One heartbeat a call, for the task whose program has these arguments; false if it was refused."""
+    """Sends one heartbeat per call, for the task whose program has these arguments."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self._arguments = list(arguments)
         self._client: Any = None
 
     def __call__(self) -> bool:
-        """Send a heartbeat. True if it was accepted, or if nothing answered."""
+        """Send a heartbeat. Return true if it was accepted, or if nothing answered."""
         httpx = importlib.import_module("httpx")
         messages = importlib.import_module("flwr.proto.runtime_pb2")
         try:
@@ -81,15 +81,15 @@ class TaskHeartbeat:
             return bool(self._client.SendTaskHeartbeat(messages.SendTaskHeartbeatRequest()).success)
         except httpx.TransportError:
             return True
-        except Exception as error:  # the task has ended, or Flower has changed: its own lease decides then
-            words = f"the claim of a task is no longer kept: {type(error).__name__}: {sanitize(error, 300)}"
+        except Exception as error:  # the task has ended, or Flower has changed: then Flower's own lease decides
+            words = f"a task's claim is no longer renewed: {type(error).__name__}: {sanitize(error, 300)}"
             if not isinstance(error, httpx.HTTPStatusError):
                 _log.write(WARNING, words, key=type(error).__name__)
             return False
 
 
 def _client(arguments: Sequence[str]) -> Any:
-    """Return Flower's client with the credentials that a task's program gets in its arguments. Does not retry."""
+    """Return Flower's client with the credentials that a task's program gets as arguments. It never retries."""
     value = dict(itertools.pairwise(arguments))
     interceptors = importlib.import_module("flwr.supercore.interceptors")
     return importlib.import_module("flwr.supercore.runtime").RuntimeHttpClient.from_server_address(
@@ -108,8 +108,8 @@ def start_claimed(arguments: Sequence[str], fork: Callable[[Sequence[str]], int]
 
     Args:
         arguments: the program's name and its arguments.
-        fork: starts the program by a fork, if it can: returns its process id, or 0.
-        options: of `subprocess.Popen`.
+        fork: starts the program by forking, if possible; returns its process id, or 0.
+        options: options for `subprocess.Popen`.
     """
     claim = TaskClaim(TaskHeartbeat(arguments))
     if fork is not None and (pid := fork(arguments[1:])):
@@ -126,7 +126,7 @@ def start_claimed(arguments: Sequence[str], fork: Callable[[Sequence[str]], int]
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except (ProcessLookupError, PermissionError):  # the second: another user's process has the number now
+    except (ProcessLookupError, PermissionError):  # the second: another user's process has this id now
         return False
     return True
 

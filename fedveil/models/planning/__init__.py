@@ -1,1 +1,1 @@
-"""Estimate a run's needs from only the base's config.json: memory by part, and compute."""
+"""Estimate a run's memory, by part, and its compute, from nothing but the base's config.json."""

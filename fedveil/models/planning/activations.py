@@ -1,7 +1,7 @@
-"""Count the memory that a training step stores for its backward pass, by a forward pass on tensors without memory.
+"""Count the memory that a training step keeps for its backward pass, with a forward pass on tensors without storage.
 
-The count uses a base with 1 layer and one with 2; every further layer stores as much as the second.
-Attention is counted as in torch's CPU kernels, with a padding mask; other kernels may store less.
+The count uses a base with 1 layer and one with 2; every further layer keeps as much as the second. Attention is counted
+as in torch's CPU kernels, with a padding mask; other kernels may keep less.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class ActivationBytes:
     inputs: int
 
     def total_bytes(self, layers: int, is_recomputed: bool) -> int:
-        """Return the bytes for a base of `layers` layers.
+        """Return the bytes for a base with `layers` layers.
 
-        If activations are recomputed, only one layer at a time holds all of its activations.
+        If activations are recomputed, only one layer at a time keeps all its activations.
         """
         return self.rest + (layers * self.inputs + self.layer if is_recomputed else layers * self.layer)
 
@@ -46,7 +46,7 @@ class ActivationBytes:
 def count_activations(settings: ModelConfig, adapter: Adapter, rows: int, tokens: int, bf16: bool) -> ActivationBytes:
     """Count the bytes for a batch of `rows` examples of `tokens` tokens each.
 
-    `bf16`: train.precision; a base that is only read is then bf16 too.
+    `bf16`: whether train.precision is bf16; a frozen base is then in bf16 too.
 
     Raises:
         ConfigError: the adapter fits no layer of the base.
@@ -75,9 +75,9 @@ def _count(
 
 
 def bytes_kept_by(model: Any, ids: Tensor, mask: Tensor, bf16: bool) -> int:
-    """Return the bytes that a forward pass stores, without parameters and buffers; a storage counts once."""
+    """Return the bytes that a forward pass keeps, without parameters and buffers; each storage counts once."""
     own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
-    saved_tensors: dict[int, Tensor] = {}  # keeping them prevents another storage from getting the same number
+    saved_tensors: dict[int, Tensor] = {}  # keeping them alive prevents a new storage from reusing a number
 
     def keep(tensor: Tensor) -> Tensor:
         if (number := tensor.untyped_storage()._cdata) not in own:
@@ -91,7 +91,7 @@ def bytes_kept_by(model: Any, ids: Tensor, mask: Tensor, bf16: bool) -> int:
 
 
 def _place(model: Any) -> None:
-    """Move the model from the meta device to a CPU that the caller's mode only simulates."""
+    """Move the model from the meta device to the CPU, which the caller's FakeTensorMode only simulates."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):

@@ -1,13 +1,13 @@
-"""Operations of a site's training, and its seconds at a given speed: an estimate, not a measurement.
+"""Estimate the floating-point operations in a site's training, and its duration at a given speed.
 
-    a token forward    2 (N + n) + 4 L t w      N: weights that it is multiplied with, n: the adapter's, of L layers
-                                                of width w; t: tokens of its example, which attention covers
-    its gradient       the same again, and 2 for each weight that is trained
-    checkpointing      the forward pass once more
+    forward, per token    2 (N + n) + 4 L t w   N: the base's weights that the token is multiplied with, in L layers of
+                                                width w; n: the adapter's; t: tokens in its example (attention)
+    backward, per token   the same again, and 2 for each trained weight
+    checkpointing         the forward pass once more
 
-So 6 N if all weights are trained, slightly more than 4 N under an adapter, 2 N more with checkpointing (Kaplan et al.
-2020, section 2.1, for 2 N and 4 N). Not counted: norms, the softmax, the optimizer, dequantizing layers, and all
-waiting.
+So a token costs 6 N if all weights are trained, slightly more than 4 N with an adapter, and 2 N more with checkpointing
+(Kaplan et al. 2020, section 2.1, for 2 N and 4 N). Norms, the softmax, the optimizer, dequantizing layers, and all
+waiting are not counted.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class TrainingFlops:
 
     Attributes:
         training: operations of all steps.
-        scoring: operations of scoring the received weights.
-        rows: examples trained on, repetitions over epochs included.
+        scoring: operations to score the received weights.
+        rows: examples trained on, counted again in every epoch.
     """
 
     training: int
@@ -42,9 +42,9 @@ class TrainingFlops:
     rows: int
 
     def seconds(self, flops: float, gpus: int = 1, is_split: bool = False) -> float:
-        """Return the seconds at `flops` operations per second on each of `gpus`, evenly shared at no cost.
+        """Return the seconds at `flops` operations per second on each of `gpus` GPUs, split evenly without overhead.
 
-        Only the first GPU scores, unless the base is divided among them.
+        Only the first GPU scores, unless the base is sharded.
         """
         return (self.training / gpus + self.scoring / (gpus if is_split else 1)) / flops
 
@@ -57,7 +57,7 @@ def training_flops(settings: ModelConfig, config: RunConfig, adapter: Adapter, r
     if not adapter.trains_base:
         attached = sum(math.prod(tensor.shape) for tensor in spec.values())
         trained = sum(math.prod(spec[name].shape) for name in movable_names(spec))
-        if adapter.kind == "hadamard-lora":  # the change is a matrix of the layer's own size
+        if adapter.kind == "hadamard-lora":  # the change is a matrix as large as the layer's own
             trained = attached = sum(layer.entries for layer in shape.small)
         multiplied += attached
     heads = int(settings.values.get("head_dim") or settings.width // settings.heads) * settings.heads
@@ -71,9 +71,9 @@ def training_flops(settings: ModelConfig, config: RunConfig, adapter: Adapter, r
 
 
 def measure_flops(bf16: bool) -> float:
-    """Measure operations per second of a matrix product on this machine's GPU, else on one thread per CPU core.
+    """Measure the operations per second of a matrix product on this machine's GPU, or else on one thread per CPU core.
 
-    This takes about a second. A training is slower, because part of it waits for memory.
+    This takes about a second. Training is slower, because it is partly memory-bound.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     left, right = (torch.ones(_WIDTH, _WIDTH, device=device, dtype=torch.bfloat16 if bf16 else None) for _ in "lr")

@@ -1,30 +1,30 @@
 """Plan the memory of a site's training process, by part, before anything is loaded.
 
-    base        4 bytes an entry; 2 if it is only read and train.precision = bf16; quantized layers: `QuantizedLayer`
-    adapter     fp32: 4 bytes an entry, and as much for its gradient; AdamW's two moments take 8 bytes an entry,
+    base        4 bytes per entry; 2 if it is frozen and train.precision = bf16; quantized layers: `QuantizedLayer`
+    adapter     fp32: 4 bytes per entry, and as much for its gradient; AdamW's two moments take 8 bytes per entry,
                 those of adamw-8bit 2 + 8 / 256
     kept        activations that a forward pass keeps for the backward pass, counted by `activations`. On a GPU in fp32
-                with heads of queries that share keys, add 4 bytes for each example, head, pair of tokens and layer:
-                torch has no kernel for this case that avoids the matrix, unless no example is padded
-    gradients   of activations: at most as much again as one layer keeps. Of trained weights: 4 bytes an entry, minus
-                the activations kept by the other layers, which are freed as these gradients appear; all of them with
-                train.gradient-accumulation-steps, which stores them
-    logits      12 bytes for each example, token and entry of the vocabulary: logits, logits of the targets, and their
-                logarithms in fp32; in the backward pass their gradients reuse this memory. 8 bytes in scoring
-    working     two tensors of the size of the largest trained one: the two gradients of a tied embedding, and on a CPU
+                with grouped-query attention, add 4 bytes for each example, head, pair of tokens and layer: torch has
+                no kernel for this case that avoids the matrix, unless no example is padded
+    gradients   of activations: at most as much again as one layer keeps. Of trained weights: 4 bytes per entry, minus
+                the activations kept by the other layers, which are freed as these gradients appear; nothing is
+                subtracted with train.gradient-accumulation-steps, which keeps the gradients across batches
+    logits      12 bytes for each example, token and vocabulary entry: logits, logits of the targets, and their
+                logarithms in fp32; in the backward pass, their gradients reuse this memory. 8 bytes in scoring
+    working     two tensors as large as the largest trained one: the two gradients of a tied embedding, and on a CPU
                 AdamW's square root and quotient; and one dequantized layer of a quantized base
 
-With `site.processes` the plan is that of rank 0, which needs the most: the other ranks have no optimizer states and do
-not score.
+With `site.processes`, the plan is for rank 0, which needs the most: the other ranks have no optimizer states and do not
+score.
 
-    kept, logits    for ceil(batch / processes) examples. In scoring for all examples, because rank 0 scores alone
+    kept, logits    for ceil(batch / processes) examples. In scoring, for all examples, because rank 0 scores alone
                     unless the base is sharded (training/ranks/coordinator.py)
     sums            gradients are sent to rank 0 in pieces of 32 MB, or of one tensor if it is larger
     shard-base      a rank's shard of the base, and unsharded: two layers (one in use, one being received) and the
                     parts outside the layers (training/ranks/sharding.py)
 
-A process goes through phases; its peak is that of the largest phase. All examples are assumed to have task.max-tokens
-tokens, so shorter ones need less. Memory that the GPU's allocator leaves unused between blocks is not included.
+A process goes through phases, and its peak is the largest phase. All examples are assumed to have task.max-tokens
+tokens, so shorter ones need less. Unused memory in the GPU allocator's blocks (fragmentation) is not included.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from fedveil.models.planning.meta_model import MetaModel
 from fedveil.models.planning.model_config import ModelConfig
 
 LIBRARIES = 660_000_000  # peak of a round on the tiny base: Python 3.11, torch 2.13 (CPU), transformers 5.23, peft 0.21
-CONTEXT = 1_000_000_000  # of a GPU, for CUDA and its libraries: assumed; 0.8e9 on an H200, torch 2.11 and CUDA 13.0
+CONTEXT = 1_000_000_000  # GPU memory for CUDA and its libraries: assumed; 0.8e9 on an H200, torch 2.11 and CUDA 13.0
 _LOGITS, _SCORED = 12, 8  # bytes, see above
 _PIECE = 32 << 20  # bytes (training/ranks/process_group.py)
-_IN_MEMORY = 16 << 20  # bytes; a longer message is in a file while the worker trains (wire/mmap_tensors.py)
-_SMALLEST, _SCALED = 4096, 256  # entries with states of 8 bits, and those with one scale (training/optimizers.py)
+_IN_MEMORY = 16 << 20  # bytes; a larger message is kept in a file while the worker trains (wire/mmap_tensors.py)
+_SMALLEST, _SCALED = 4096, 256  # minimum entries for 8-bit states, and entries per scale (training/optimizers.py)
 
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """Bytes of one part."""
+    """One part of the memory, in bytes."""
 
     name: str
     nbytes: int
@@ -59,7 +59,7 @@ class MemoryPart:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The processes of a site, one device each; with `is_split` they shard a frozen base (shard-base)."""
+    """A site's processes, with one device each; with `is_split`, they shard a frozen base (shard-base)."""
 
     count: int = 1
     is_split: bool = False
@@ -74,7 +74,7 @@ class MemoryPlan:
     """The memory that one worker needs.
 
     Attributes:
-        phases: the parts by phase, in the memory of the model's device.
+        phases: for each phase, the parts in the memory of the model's device.
         host: for a model on a GPU, the parts in main memory.
     """
 
@@ -88,11 +88,11 @@ class MemoryPlan:
 
     @property
     def needed(self) -> int:
-        """Return the bytes of that phase."""
+        """Return the bytes needed at the peak."""
         return self.needs(self.peak)
 
     def needs(self, phase: str) -> int:
-        """Return the bytes of a phase."""
+        """Return the bytes needed in a phase."""
         return sum(part.nbytes for part in self.phases[phase])
 
 
@@ -109,18 +109,18 @@ def plan_memory(
 
     Args:
         settings: settings of the base.
-        config: its task and train sections are read.
+        config: the run config; only its task and train sections are read.
         adapter: the method's adapter.
         on_gpu: whether the model is on a GPU.
-        stored: bytes of its weight files, which are mapped during reading; 0 = as determined by the dtype in
+        stored: bytes of its weight files, which are memory-mapped during loading; 0 = derived from the dtype in
             config.json.
-        messages: bytes down and up, in main memory.
+        messages: bytes of the broadcast and of the upload, in main memory.
         ranks: the site's processes.
 
     Raises:
-        ConfigError: the planner does not support the adapter or training, or the base has too few positions
-            for the tokens.
-        TaskError: transformers builds no model from the settings.
+        ConfigError: the planner does not support the adapter or the kind of training, or the base has too few
+            positions for the tokens.
+        TaskError: transformers cannot build a model from the settings.
     """
     _require_planned(settings, config, adapter)
     train, shape = config.train, meta_model.build_meta_model(settings)
@@ -201,7 +201,7 @@ def _stepped(spec: Spec, train: TrainConfig, ranks: RankLayout, gone: int) -> li
 def _split(
     base_: MemoryPart, shape: MetaModel, settings: ModelConfig, itemsize: int, ranks: RankLayout
 ) -> list[MemoryPart]:
-    """Return a rank's part of a base, and the part of it that is temporarily whole."""
+    """Return a rank's shard of the base, and the part of the base that is temporarily unsharded."""
     outside = sum(shape.parts.get(part, 0) for part in ("embeddings", "head")) * itemsize
     layer = max(0, base_.nbytes - shape.buffers - outside) // settings.layers
     return [

@@ -1,6 +1,6 @@
-"""The shapes of a base, on a device without memory: transformers' own model without values.
+"""The shapes of a base, from transformers' own model on the meta device, without values.
 
-So no architecture is defined twice. A 70 B base takes a second and some megabytes.
+So no architecture is defined twice. A 70B base takes a second and a few megabytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedveil.models.library_logging import first_line, quiet_libraries
 from fedveil.models.planning.model_config import ModelConfig
 
 _BLOCK, _NESTED = 64, 256  # weights with one scale, and scales with one scale of their own (NF4, bitsandbytes)
-_TABLES = 4 * 16 + 4 * 256 + 4  # bytes per layer: the 16 values of NF4, the 256 of its scales, their mean
+_TABLES = 4 * 16 + 4 * 256 + 4  # bytes per layer: NF4's 16 values, the 256 values of its scales, and their mean
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class QuantizedLayer:
     def nbytes(self, bits: str) -> int:
         """Return the bytes of its weight: "4bit" as NF4 with nested scales, "8bit" with one scale per row.
 
-        4 bits (Dettmers et al. 2023, QLoRA): entries / 2, a byte for 64 of them, 4 bytes for 256 of those, tables.
+        4 bits (Dettmers et al. 2023, QLoRA): half a byte per entry, a byte per 64 entries, 4 bytes per 256 of those,
+        and the tables.
         """
         if bits == "8bit":
             return self.entries + 4 * self.outputs
@@ -55,7 +56,7 @@ class MetaModel:
     Attributes:
         parts: parameters by part: embeddings, attention, MLP, norms, head (none if tied to the embedding).
         small: the layers that a quantized base stores in fewer bits.
-        multiplied: weights that a token is multiplied with: linear layers, and the head, tied or not.
+        multiplied: number of weights that a token is multiplied with: linear layers, and the head, tied or not.
         buffers: bytes of everything except parameters.
     """
 
@@ -70,7 +71,7 @@ class MetaModel:
         return sum(self.parts.values())
 
     def nbytes(self, bits: str, itemsize: int) -> int:
-        """Return the bytes of a base in "none", "4bit" or "8bit"; its other weights have `itemsize` bytes per entry."""
+        """Return the bytes of a base in "none", "4bit" or "8bit"; unquantized weights take `itemsize` bytes each."""
         if bits == "none":
             return self.parameters * itemsize + self.buffers
         rest = self.parameters - sum(layer.entries for layer in self.small)
@@ -78,7 +79,7 @@ class MetaModel:
 
 
 def meta_model(settings: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
-    """Return the model without memory, in eval mode. Raises TaskError if transformers cannot build it."""
+    """Return the model on the meta device, in eval mode. Raises TaskError if transformers cannot build it."""
     with quiet_libraries():
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -135,7 +136,7 @@ def _spec(kind: str, values: tuple[tuple[str, Any], ...], adapter: Adapter) -> S
 
 
 def param_specs(settings: ModelConfig, adapter: Adapter) -> Spec:
-    """Return what an adapter trains in the base, as the task would. Raises ConfigError if it fits no layer."""
+    """Return the specs of what an adapter trains in the base, as a task would. Raises ConfigError if none fit."""
     return _spec(settings.kind, tuple(sorted(settings.values.items())), adapter)
 
 

@@ -1,11 +1,11 @@
-"""Read a base's config.json within bounds: no code from its folder runs, and no number in it can exhaust a machine.
+"""Read a base's config.json safely: no code from its folder runs, and no number in it can exhaust the machine.
 
 | model_type | architecture |
 |---|---|
-| gpt2 | learned positions, one matrix for query, key and value, a tied head |
-| llama, mistral, qwen2, qwen3 | rotary positions, grouped queries, a gated MLP |
+| gpt2 | learned positions; one matrix for query, key and value; a tied head |
+| llama, mistral, qwen2, qwen3 | rotary positions, grouped-query attention, a gated MLP |
 
-Other kinds cannot be planned: this module does not define which of their settings determine the size.
+Other types cannot be planned, because this module does not know which of their settings determine the size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from fedveil.errors import TaskError
 from fedveil.sanitize import sanitize
 
-_MOST_BYTES = 1 << 20  # for a config.json; those of known bases have some kilobytes
+_MOST_BYTES = 1 << 20  # size limit for config.json; real ones have a few kilobytes
 _NEXT = "use the config.json of a base that FedVeil can load"
 _DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _CODE = ("auto_map", "custom_pipelines")
@@ -27,7 +27,7 @@ _CODE = ("auto_map", "custom_pipelines")
 
 @dataclass(frozen=True)
 class _Number:
-    """A whole number in the file: its upper bound, and whether it may be missing."""
+    """An integer in the file: its upper bound, and whether it may be missing."""
 
     most: int
     optional: bool = False
@@ -53,7 +53,7 @@ class ModelConfig:
     Attributes:
         kind: its model_type.
         values: config values by transformers' own names.
-        stored: bytes of an entry on disk, from the file; 4 if it does not say.
+        stored: bytes per entry on disk, as stated in the file; 4 if it does not say.
     """
 
     kind: str
@@ -98,8 +98,8 @@ def read_model_config(folder: Path) -> ModelConfig:
     """Read the settings of the base in `folder`, without opening its weights.
 
     Raises:
-        TaskError: no config.json, or one that is too long, is not a JSON object, needs its own code or is
-            quantized; an unsupported kind; a setting that is missing, of a wrong type or out of range.
+        TaskError: config.json is missing, too long, not a JSON object, needs its own code, is quantized, or has an
+            unsupported type; or a setting is missing, has the wrong type or is out of range.
     """
     file = folder / "config.json"
     if not file.is_file():

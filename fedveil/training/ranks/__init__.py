@@ -1,1 +1,1 @@
-"""Training in several processes of a machine: rank 0 is the site's worker, the others compute for it."""
+"""Training in several processes on one machine: rank 0 is the site's worker, and the others compute for it."""

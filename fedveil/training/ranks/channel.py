@@ -1,4 +1,4 @@
-"""The messages between rank 0 and another rank: JSON and tensors, over a socket pair that only the two have."""
+"""Messages between rank 0 and another rank: JSON and tensors, over a socket pair that only these two share."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fedveil.data.batches import ExampleBatch, LabelledBatch, TokenBatch
 
 _LENGTHS = struct.Struct("<QQ")
 _KINDS: Mapping[str, Any] = {kind.__name__: kind for kind in (TokenBatch, LabelledBatch)}
-_BELOW = "."  # between the name of a field with named tensors and their names
+_BELOW = "."  # separates the name of a field from the names of the tensors in it
 
 
 @dataclass(frozen=True)
 class RankMessage:
-    """One message: a request or a result, and tensors by name."""
+    """One message: a request or result, with named tensors."""
 
     head: Mapping[str, Any]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class RankMessage:
 
 @final
 class RankChannel:
-    """One end of the pair."""
+    """One end of the socket pair."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -57,7 +57,7 @@ class RankChannel:
         return RankMessage(json.loads(head), load(bytes(body)) if body else {})
 
     def close(self) -> None:
-        """Close this end; the other end receives None from now on."""
+        """Close this end; from now on, the other end receives None."""
         self._end.close()
 
     def _read(self, count: int) -> bytearray | None:

@@ -1,20 +1,19 @@
-"""Rank 0 of a training: all ranks compute its gradients, each for its part of every batch.
+"""Rank 0 in multi-process training: all ranks compute gradients, each for its own part of every batch.
 
-    g = sum_r g_r      g_r: the gradient of the losses of rank r's examples, over the terms of the whole step
+    g = sum_r g_r      g_r: the gradient of the losses of rank r's examples, divided by the terms of the whole step
 
-Rank 0 holds everything else of a training: the order of the examples, the method's penalty, clipping,
-the optimizer's states, noise, the private state, and the ledger. An example is in one rank's part, so
-its own gradient is computed once. Rank 0 clips it and adds noise as if it had computed it. The others
-receive examples as batches and weights as tensors, and return gradients. They read no data file and
-store nothing.
+Rank 0 handles everything else: the order of the examples, the method's penalty, clipping, optimizer states, noise, the
+private state and the ledger. Each example belongs to one rank's part, so its gradient is computed once. Rank 0 clips
+it and adds noise as if it had computed it itself. The other ranks receive examples as batches and weights as tensors,
+and return gradients. They read no data files and store nothing.
 
 | case | result |
 |---|---|
-| fewer examples than ranks in a batch | the rest compute its first example, uncounted, to stay in step |
-| a tensor that no rank's loss depends on | no gradient, as in one process |
+| a batch has fewer examples than ranks | the idle ranks compute its first example, uncounted, to stay in step |
+| no rank's loss depends on a tensor | no gradient, as in one process |
 | dropout | each rank draws from its own stream |
 | a rank ends or fails | RankError with the reason, at the next wait for it; this process ends its client round |
-| train.gradient-accumulation-steps | every batch of a step is divided; gradients are added up once per step |
+| train.gradient-accumulation-steps | every batch of a step is divided; gradients are summed once per step |
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from fedveil.training.ranks.process_group import RankGroup
 
 
 class DivisibleTask(TrainableTask, Protocol):
-    """A task whose batches can be divided."""
+    """A task whose batches can be divided among ranks."""
 
     def collate(self, rows: Rows) -> ExampleBatch:
         """Return one batch for scoring, on the CPU."""
@@ -51,7 +50,7 @@ class DivisibleTask(TrainableTask, Protocol):
 
 @dataclass(frozen=True)
 class DividedBatch:
-    """A batch in as many parts as there are ranks; only the first `counted` parts count."""
+    """A batch divided into one part per rank; only the first `counted` parts count."""
 
     parts: tuple[ExampleBatch, ...]
     counted: int
@@ -71,13 +70,13 @@ class DividedBatch:
         return DividedBatch((self.parts[0].pinned(), *self.parts[1:]), self.counted)
 
     def to(self, device: torch.device) -> DividedBatch:
-        """Return the batch with rank 0's part on `device`; the others' parts stay in place, to be sent."""
+        """Return the batch with rank 0's part on `device`; the other parts stay where they are, to be sent."""
         return DividedBatch((self.parts[0].to(device), *self.parts[1:]), self.counted)
 
 
 @dataclass(frozen=True)
 class RankProcess:
-    """Another rank, as seen by rank 0. `ended` gives the reason for its end, once its channel is closed."""
+    """Another rank, as seen by rank 0. Once its channel is closed, `ended` returns why it ended."""
 
     channel: RankChannel
     ended: Callable[[], str]
@@ -85,13 +84,13 @@ class RankProcess:
 
 @final
 class RankTeam(GradientBackend):
-    """All ranks of one training.
+    """All ranks that train together.
 
     Args:
-        task: the task of rank 0.
-        members: the ranks from 1 on.
+        task: rank 0's task.
+        members: ranks 1 and up.
         join: forms the group once every rank is ready; its argument checks that all ranks are alive.
-        sharded: the base is divided among the ranks, so that no rank computes a loss without the others.
+        sharded: whether the base is sharded, so that no rank can compute a loss without the others.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class RankTeam(GradientBackend):
         sharded: bool = False,
     ) -> None:
         self._task, self._members, self._sharded = task, members, sharded
-        self._answering = False  # the others got requests that they answer: one may finish before rank 0 does
+        self._answering = False  # whether replies are expected: another rank may finish before rank 0 does
         self._early: dict[int, RankMessage] = {}
         self._all_heard()  # wait until they are ready
         self._group = join(self.check)
@@ -122,7 +121,7 @@ class RankTeam(GradientBackend):
                     self._early[rank] = message
                     continue
                 raise RankError(
-                    f"processes: expected no message from rank {rank}, which waits, found {dict(message.head)}"
+                    f"processes: expected no message from rank {rank}, which is waiting, found {dict(message.head)}"
                 )
 
     def leave(self) -> None:
@@ -139,7 +138,7 @@ class RankTeam(GradientBackend):
                 yield
         finally:
             for member in self._members:
-                with contextlib.suppress(OSError):  # a rank that is gone was noticed before, or will be
+                with contextlib.suppress(OSError):  # a missing rank has been detected already, or will be
                     member.channel.say(RankMessage({"do": "trained"}))
 
     @override
@@ -271,12 +270,12 @@ class RankTeam(GradientBackend):
 
 
 def loss_reach(parameters: Sequence[Tensor]) -> list[bool]:
-    """Return for each parameter whether the loss has reached it."""
+    """Return, for each parameter, whether it has received a gradient from the loss."""
     return [parameter.grad is not None for parameter in parameters]
 
 
 def rank_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return all gradients; a parameter that the loss has not reached gets zeros as its gradient."""
+    """Return all gradients; a parameter without a gradient gets a zero gradient."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -1,7 +1,7 @@
-"""Tensors among the ranks: torch.distributed, over NCCL between GPUs and gloo between CPUs.
+"""Exchange tensors between ranks with torch.distributed: NCCL between GPUs, gloo between CPUs.
 
-The ranks find each other by a file in a folder that only the site's user can enter, and communicate only over the
-loopback interface. A rank that waits for a sum also checks that the others are still alive.
+The ranks find each other through a file in a folder that only the site's user can enter, and communicate only over the
+loopback interface. While a rank waits for a sum, it also checks that the others are still alive.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch import Tensor
 
 from fedveil.errors import RankError
 
-_BUCKET_BYTES = 32 << 20  # bytes per transfer: small tensors cost as much as larger ones
+_BUCKET_BYTES = 32 << 20  # bytes per transfer: sending a small tensor costs as much as sending a larger one
 _LOOK_SECONDS = 0.0002
-_LOST_SECONDS = 5.0  # a connection breaks before the end of its process is detectable
-_MOST = timedelta(days=30)  # an instruction's own time limit ends a round earlier
+_LOST_SECONDS = 5.0  # a connection breaks before the end of the process behind it can be detected
+_MOST = timedelta(days=30)  # the time limit in an instruction ends a round earlier
 
 
 @final
 class RankGroup:
-    """This rank among the others.
+    """The group of all ranks, as seen by this one.
 
     Args:
-        store: a file that all ranks name, which does not exist yet.
+        store: a file, not yet existing, that all ranks agree on.
         device: the device of all tensors.
         check: raises RankError if another rank is gone.
     """
@@ -67,7 +67,7 @@ class RankGroup:
             self._waited(partial(dist.send, tensor.contiguous(), 0))
 
     def receive(self, tensors: Sequence[Tensor], rank: int) -> None:
-        """Receive that rank's tensors into contiguous tensors."""
+        """Receive the tensors of `rank` into contiguous tensors."""
         for tensor in tensors:
             self._waited(partial(dist.recv, tensor, rank))
 

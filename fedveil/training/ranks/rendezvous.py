@@ -1,4 +1,4 @@
-"""Join a rank to the others, once all of them are ready."""
+"""Join the ranks into a group, once all of them are ready."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rank_device(device: torch.device, rank: int) -> torch.device:
 def join_group(
     task: AdaptedTask, store: Path, rank: int, size: int, device: torch.device, sharded: bool, check: Callable[[], None]
 ) -> RankGroup:
-    """Return the group of all ranks, after sharding their bases if `sharded`. All ranks call it."""
+    """Return the group of all ranks, after sharding their bases if `sharded`. Every rank must call this function."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     group = RankGroup(store, rank, size, device, check)

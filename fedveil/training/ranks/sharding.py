@@ -1,4 +1,4 @@
-"""Shard a frozen base: each rank stores its part of every layer, and gathers a layer to compute with it."""
+"""Shard a frozen base: each rank stores its part of every layer, and gathers a layer when it needs to compute it."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def check_shardable(config: RunConfig, adapter: Adapter) -> None:
 
 
 def shard_model(base: Any, name: str, device: torch.device, size: int) -> None:
-    """Shard the frozen parameters of a loaded model; every rank has the trained ones completely. All ranks call it.
+    """Shard the frozen parameters of a loaded model; every rank keeps all trained ones. Every rank must call this.
 
-    Each layer is moved to `device` as a part, one after the other, so a base on the CPU may be larger than a device.
+    Layers are sharded and moved to `device` one at a time, so a base on the CPU may be larger than a device.
 
     Raises:
         ConfigError: the model has no identifiable layers.

@@ -1,4 +1,4 @@
-"""A rank from 1 on: it processes rank 0's requests until rank 0 is gone."""
+"""The loop of ranks 1 and up: serve rank 0's requests until rank 0 is gone."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ def serve_rank(task: DivisibleTask, channel: RankChannel, group: RankGroup) -> N
     """Serve rank 0's requests, and return once rank 0 is gone.
 
     Raises:
-        Exception: any error of a computation; the state of the device is then unknown, so the process must
-            end.
+        Exception: any error in a computation; the device's state is then unknown, so the process must end.
     """
     rank = _Rank(task, channel, group)
     with contextlib.ExitStack() as around:
@@ -54,7 +53,7 @@ class _Rank:
         return self._parameters[0].device
 
     def weights(self, said: RankMessage) -> None:
-        """Begin a step with rank 0's weights."""
+        """Receive rank 0's weights and begin a step."""
         self._losses = []
         for parameter in self._parameters:
             parameter.grad = None
@@ -91,7 +90,7 @@ class _Rank:
         self._group.send([*(result.gradients[name] for name in movable_names(spec)), result.losses])
 
     def nothing(self, said: RankMessage) -> None:
-        """Take part in a step without any example of this rank."""
+        """Take part in a step without any examples."""
         self._heard(self._task.spec)
         self._channel.say(RankMessage({"rows": 0}))
 

@@ -1,8 +1,8 @@
-"""Programs that receive a round's metrics during the run. One file each; found by file name, like methods.
+"""Programs that receive each round's metrics during the run. One file per program, found by file name, like methods.
 
-A file defines `EXTRA` (the extra of pyproject.toml that it needs; "" for a package that no extra installs), `NEEDS`
-(the module that it imports) and `create(about) -> MetricsSink`. So does a module of another package that an entry point
-in the group "fedveil.sinks" names. `create` is called before any site is contacted, and refuses settings that cannot
+A file defines `EXTRA` (the extra in pyproject.toml that it needs; "" for a package that no extra installs), `NEEDS`
+(the module that it imports) and `create(about) -> MetricsSink`. So does a module in another package, named by an entry
+point in the group "fedveil.sinks". `create` is called before any site is contacted, and refuses settings that cannot
 work. Slow or fallible work belongs in `write`, which has its own thread (fedveil/server_app/metrics/dispatcher.py).
 """
 
@@ -22,9 +22,9 @@ class SinkRunInfo:
 
     Attributes:
         folder: the run folder.
-        id: distinguishes the run from others of its name; a resumed run has the same id.
+        id: distinguishes the run from others with its name; a resumed run keeps it.
         config: the run config.
-        is_resumed: true if rounds of the run were written before.
+        is_resumed: true if earlier rounds of the run have already been written.
     """
 
     folder: Path
@@ -34,7 +34,7 @@ class SinkRunInfo:
 
     @property
     def name(self) -> str:
-        """The run's name."""
+        """Return the run's name."""
         return self.folder.name
 
 

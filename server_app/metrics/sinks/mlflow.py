@@ -1,8 +1,8 @@
-"""MLflow: a run of the experiment "fedveil", in mlflow.db next to the run folders or at a tracking server.
+"""MLflow: a run in the experiment "fedveil", in mlflow.db next to the run folders or on a tracking server.
 
 The store is a database file, because MLflow no longer maintains its file-based store. It needs no server;
 `mlflow ui --backend-store-uri sqlite:///runs/mlflow.db` displays it. A resumed run continues its MLflow run.
-Credentials of a tracking server come from the ServerApp's environment, never from the run config, which
+Credentials for a tracking server come from the ServerApp's environment, never from the run config, which
 sites see. Telemetry is off, redirects are not followed, and a server that does not answer is tried twice.
 """
 
@@ -25,7 +25,7 @@ EXTRA, NEEDS = "mlflow", "mlflow"
 EXPERIMENT, DATABASE = "fedveil", "mlflow.db"
 _TAG = "fedveil.run"
 _AT_ONCE, _MOST_REASONS = 1000, 50  # MLflow accepts this many metrics, and twice as many tags, per call
-_OTHER = re.compile(r"[^\w\-. :/]", re.ASCII)  # characters that MLflow rejects in a metric's name
+_OTHER = re.compile(r"[^\w\-. :/]", re.ASCII)  # characters that MLflow rejects in a metric name
 _PARAMETERS = ("method.name", "method.params", "task.name", "task.model", "run.rounds")
 _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_ALLOW_HTTP_REDIRECTS": "false",
@@ -35,7 +35,7 @@ _ENVIRONMENT = {
 
 @final
 class MLflowSink:
-    """Logs metrics by path, with finished rounds as steps; a failed site's last reason is a tag."""
+    """Logs metrics by path, with the number of finished rounds as the step; a failed site's last reason is a tag."""
 
     def __init__(self, about: SinkRunInfo) -> None:
         self._about = about
@@ -91,7 +91,7 @@ class MLflowSink:
 
 
 def database_uri(folder: Path) -> str:
-    """Return the address of the database in that folder; create the file so that only its owner can read it."""
+    """Return the address of the database in that folder; create the file, readable only by its owner."""
     file = folder.absolute() / DATABASE
     os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
     return f"sqlite:///{file}"

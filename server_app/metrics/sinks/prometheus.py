@@ -1,14 +1,15 @@
-"""Prometheus: an endpoint on 127.0.0.1 that a Prometheus on this machine scrapes during the run.
+"""Prometheus: an endpoint on 127.0.0.1 that a Prometheus server on this machine scrapes during the run.
 
     scrape_configs:
       - job_name: fedveil
         authorization: {credentials_file: /srv/pilot/runs/prometheus.token}
         static_configs: [{targets: ["127.0.0.1:9464"]}]
 
-Gauges have the last attempt's metrics; `fedveil_..._total` counts all attempts since the ServerApp started. OpenMetrics
-gives a counter and its gauge one family name without "_total", so such a gauge is called `fedveil_attempt_...`.
-Every user of a machine can reach its loopback, so a scrape without the token gets 401. The token is a file in
-run.dir that only its owner can read, and it stays for later runs. The endpoint serves one connection at a time and
+Gauges have the last attempt's metrics; `fedveil_..._total` counts all attempts since the ServerApp started. In
+OpenMetrics, a counter's family name omits "_total" and would equal its gauge's name, so that gauge is called
+`fedveil_attempt_...`.
+Every user on a machine can reach its loopback interface, so a scrape without the token gets 401. The token is in a file
+in run.dir that only its owner can read, and is kept for later runs. The endpoint serves one connection at a time and
 closes it after 5 s of silence. A client that holds the connection delays a scrape, never a round.
 """
 
@@ -49,7 +50,7 @@ Environ = dict[str, Any]
 
 @final
 class PrometheusSink:
-    """Stores the last metrics and serves them until it is closed. Raises ConfigError for a port in use."""
+    """Stores the last metrics and serves them until it is closed. Raises ConfigError if the port is in use."""
 
     def __init__(self, run: str, port: int, token: str) -> None:
         from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -86,7 +87,7 @@ class PrometheusSink:
         self._server.server_close()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics in prometheus_client's form, which escapes labels; it calls this at every scrape."""
+        """Yield the metrics for prometheus_client, which escapes labels and calls this on every scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         round_metrics, totals = self._told, self._totals
@@ -96,9 +97,11 @@ class PrometheusSink:
         gauges = [(figure.name, figure.labels, figure.value) for figure in round_metrics.figures]
         yield from self._families(GaugeMetricFamily, "of the last attempt at a round", gauges)
         counted = [(name, labels, float(value)) for (name, labels), value in totals.items()]
-        yield from self._families(CounterMetricFamily, "since the ServerApp began", counted)
+        yield from self._families(CounterMetricFamily, "since the ServerApp started", counted)
         why = GaugeMetricFamily(
-            "fedveil_site_failed", "Sites whose upload the last attempt lacked", labels=["run", "site", "reason"]
+            "fedveil_site_failed",
+            "Sites whose upload was missing in the last attempt",
+            labels=["run", "site", "reason"],
         )
         for site, reason in round_metrics.failed.items():
             why.add_metric([self._run, site, reason], 1)
@@ -124,7 +127,7 @@ def read_token(folder: Path) -> str:
         StateError: the token is readable by others, or is malformed.
     """
     file = folder / TOKEN
-    with contextlib.suppress(FileExistsError):  # that of an earlier run
+    with contextlib.suppress(FileExistsError):  # an earlier run has created it
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as new:
             new.write(secrets.token_urlsafe(_TOKEN_BYTES))
@@ -133,7 +136,7 @@ def read_token(folder: Path) -> str:
     if stat.S_IMODE(mode) & 0o077 or not _TOKEN_BYTES <= len(text) <= _LONGEST:
         raise StateError(
             f"{file}: expected a token of at least {_TOKEN_BYTES} characters that only its owner can read, found "
-            f"mode {stat.S_IMODE(mode):o} and {len(text)} bytes; remove it, and the next run makes another"
+            f"mode {stat.S_IMODE(mode):o} and {len(text)} bytes; remove it, and the next run will create another"
         )
     return text.decode("ascii", errors="replace")
 
@@ -157,7 +160,7 @@ def _guarded(app: Callable[..., Iterable[bytes]], token: str) -> Callable[..., I
 
 
 class _Server(WSGIServer):
-    """HTTP server that looks up no name for its address and ignores clients that disconnect."""
+    """An HTTP server that does not look up its host name and ignores clients that disconnect."""
 
     @override
     def server_bind(self) -> None:
@@ -175,4 +178,4 @@ class _Handler(WSGIRequestHandler):
 
     @override
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing, instead of a line for each scrape."""
+        """Log nothing, rather than one line per scrape."""

@@ -1,8 +1,8 @@
 """TensorBoard: event files in the run folder, for `tensorboard --logdir runs`.
 
-One chart per metric and site ("site_loss_received/north"); the step is the number of finished rounds. The
-reason of each failed site is a text. It is displayed as code, because TensorBoard renders texts as Markdown, in which
-a site could load a picture from elsewhere.
+One chart per metric and site ("site_loss_received/north"); the step is the number of finished rounds. Each failed
+site's reason is logged as text. It is displayed as code, because TensorBoard renders text as Markdown, through which
+a site could load an image from elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EXTRA, NEEDS = "tensorboard", "tensorboard"
 
 @final
 class TensorBoardSink:
-    """Writes to <run folder>/tensorboard. A resumed run voids earlier events of rounds that it repeats."""
+    """Writes to <run folder>/tensorboard. A resumed run voids the earlier events of rounds that it repeats."""
 
     def __init__(self, about: SinkRunInfo) -> None:
         self._about = about

@@ -1,12 +1,13 @@
-"""Weights & Biases: a run of the project "fedveil", kept in <run folder>/wandb or sent to a server.
+"""Weights & Biases: a run in the project "fedveil", stored in <run folder>/wandb or sent to a server.
 
-Nothing leaves this machine unless the ServerApp's environment says so: with WANDB_API_KEY the run is sent as it goes
-on, without it the run is kept offline, and `wandb sync` sends it later. WANDB_MODE decides otherwise; WANDB_BASE_URL,
-WANDB_ENTITY and WANDB_PROJECT name a server, a team and a project. Sites see the run config, so no key is read from it.
-Only metrics, the reasons of failures and five keys of the run config are logged, task.model as it is written: no
-source code, git state, console output, list of packages, host name, or error reports to its makers. wandb itself adds
-the versions of Python, wandb and transformers, the operating system and processor type, and which of the libraries
-that it knows are imported. A resumed run continues its run.
+Nothing leaves this machine unless the ServerApp's environment says so: with WANDB_API_KEY, the run is sent while it is
+in progress; without it, the run is stored offline, and `wandb sync` can send it later. WANDB_MODE overrides this;
+WANDB_BASE_URL, WANDB_ENTITY and WANDB_PROJECT name a server, a team and a project. No key is read from the run config,
+because sites see it.
+Only metrics, failure reasons and five run config keys are logged, with task.model exactly as written: no source code,
+git state, console output, package list, host name, or error reports to wandb's developers. wandb itself adds the
+versions of Python, wandb and transformers, the operating system and processor type, and which of the libraries that it
+knows are imported. A resumed FedVeil run continues its wandb run.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ _SETTINGS: dict[str, Any] = {
 
 @final
 class WandbSink:
-    """Logs metrics by path over the number of finished rounds; a failed site's last reason is in the summary."""
+    """Logs metrics by path against the number of finished rounds; a failed site's last reason is in the summary."""
 
     def __init__(self, about: SinkRunInfo) -> None:
         self._about = about
         self._run: Any = None
 
     def write(self, told: RoundMetrics) -> None:
-        """Log one attempt's metrics. Raises an exception of wandb if the server or the disk rejects them."""
+        """Log one attempt's metrics. Raises a wandb exception if the server or the disk rejects them."""
         if self._run is None:
             self._run = self._opened()
-        # "round" is a metric and not wandb's step, which may never go back: attempts are repeated, and epsilon follows.
+        # "round" is a metric, not wandb's step, which must never decrease: attempts repeat, and epsilon comes later.
         self._run.log({"round": told.step, **{figure.path: figure.value for figure in told.figures}})
         for site, reason in list(told.failed.items())[:_MOST_REASONS]:
             self._run.summary[f"failed/{site}"] = f"round {told.step}: {sanitize(reason, _REASON_CHARACTERS)}"

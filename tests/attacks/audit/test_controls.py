@@ -101,7 +101,7 @@ def test_what_training_teaches_of_a_distribution_is_taken_for_membership_and_a_m
     for attack in ("calibrated", "loss"):
         assert verdicts(report, OTHER_ROWS)[attack] == "above"
         (note,) = [n for n in report.notes if n.startswith(f"{attack}:")]
-        assert "NOT usable here, because it separates examples that were not trained on there (other rows: " in note
+        assert "NOT usable here, because it separates examples that the model was not trained on (other rows: " in note
 
 
 @pytest.mark.long

@@ -72,7 +72,9 @@ def test_an_attack_that_does_not_win_undefended_is_unusable(verdict):
 def test_an_attack_that_tells_rows_apart_that_nobody_trained_on_is_unusable(model, verdict):
     given = {f.model: f for f in (LOST, OTHER)} | {model: found(model, "loss", verdict)}
     control_note = note("loss", *given.values(), WON, found("server", "loss", "above"))
-    assert f"NOT usable here, because it separates examples that were not trained on there ({model}: " in control_note
+    assert (
+        f"NOT usable here, because it separates examples that the model was not trained on ({model}: " in control_note
+    )
 
 
 def test_without_controls_an_attack_is_unusable():

@@ -77,9 +77,9 @@ def test_a_rank_below_a_row_s_tokens_keeps_it_off(audited, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"dp.clip-norm": 0.0}, "train by AdamW"),
+        ({"dp.clip-norm": 0.0}, "train with AdamW"),
         ({"dp.noise-multiplier": 1.0}, "add noise to every step"),
-        ({"train.max-steps": 3}, "take 3 in a participation"),
+        ({"train.max-steps": 3}, "take 3 per participation"),
         ({"train.max-steps": 0}, "take as many as their epochs have"),
         ({"train.precision": "bf16"}, "train in bf16"),
     ],
@@ -93,9 +93,9 @@ def test_a_run_without_single_plain_steps_is_left_out_with_its_reason(audited, c
 
 def test_other_uploads_and_rows_are_left_out_with_their_reason(audited):
     view, knowledge, config, members, non_members = audited
-    assert "not texts" in token_recovery_audit.explain_misfit(view, SimpleNamespace(), config)
+    assert "are not text" in token_recovery_audit.explain_misfit(view, SimpleNamespace(), config)
     proxy = replace(view, exchange=SimpleNamespace(method=SimpleNamespace(upload_kind="changes")))
-    assert "changes of a proxy" in token_recovery_audit.explain_misfit(proxy, knowledge.task, config)
+    assert "changes to a proxy" in token_recovery_audit.explain_misfit(proxy, knowledge.task, config)
     whole = replace(view, exchange=SimpleNamespace(method=SimpleNamespace(upload_kind="gradients", exchange="epoch")))
     assert "many steps" in token_recovery_audit.explain_misfit(whole, knowledge.task, config)
     one = replace(view, exchange=SimpleNamespace(method=SimpleNamespace(upload_kind="gradients", exchange="batch")))

@@ -165,7 +165,7 @@ def test_what_holds_no_coins_is_refused(tmp_path, text):
     (tmp_path / "secret" / "coins.json").write_text(text)
     with pytest.raises(StateError, match=r"coins\.json: expected the coins that fedveil canaries wrote"):
         canary_coins(tmp_path)
-    with pytest.raises(StateError, match="name the folder that it made"):
+    with pytest.raises(StateError, match="name the folder that it created"):
         canary_coins(tmp_path / "nowhere")
 
 

@@ -167,7 +167,7 @@ def test_the_offline_score_still_orders_rows_far_below():
 
 
 def test_a_row_without_any_shadow_is_an_error():
-    with pytest.raises(ValueError, match="an example without any"):
+    with pytest.raises(ValueError, match="an example without scores"):
         lira_scores(np.zeros(2), np.zeros((0, 2)), np.zeros((0, 2), dtype=bool))
 
 

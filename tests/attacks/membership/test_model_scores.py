@@ -117,7 +117,7 @@ def test_another_alpha_than_the_headline_s(alpha):
 
 def test_two_attacks_cannot_give_a_score_of_one_name():
     task = Counting()
-    with pytest.raises(ValueError, match="expected distinct names of scores, found .'loss', 'loss'.; rename one"):
+    with pytest.raises(ValueError, match="expected distinct score names, found .'loss', 'loss'.; rename one"):
         PublicBaseScores(task, BASE).scores([LossAttack(), LossAttack()], task, SHARP, ROWS)
 
 

@@ -40,10 +40,12 @@ def printed(capsys, config: dict) -> str:
 OTHERS = {"secure.ring-bits": 64, "secure.graph-degree": 2, "secure.noise": "sum",
     "method.name": "fedrand", "method.params": "", "task.partition": "natural",
     "task.buffers": "initial", "task.source-template": "{a}", "task.empty-texts": "drop", "task.max-tokens": 64,
+    "task.tag-scheme": "iob1",
     "train.precision": "bf16",
     "train.optimizer": "adamw-8bit", "train.lr-schedule": "linear", "train.loss-mask": "all",
     "train.quantized-base": "8bit", "evaluate.generate": "never", "evaluate.select-model": "best",
-    "dp.adjacency": "zero-out", "dp.no-unit": "one", "cohort.max-weight-fraction": 0.75, "aggregate.rule": "median",
+    "dp.adjacency": "zero-out", "dp.unit": "row", "dp.no-unit": "one",
+    "cohort.max-weight-fraction": 0.75, "aggregate.rule": "median",
     "server.optimizer": "fedadam",
     "sinks.mlflow-uri": "http://127.0.0.1:5000",
 }  # fmt: skip

@@ -42,7 +42,7 @@ DEMANDS = f'require-secure = true\nmin-cohort = 4\nmin-threshold = 4\nroster = "
         (
             DEMANDS,
             SECURE | {"secure.threshold": 0, "secure.whole-cohort": True},
-            "secure.whole-cohort: this site permits only sums to which 4 sites agree, found true",
+            "secure.whole-cohort: this site permits only sums that 4 sites agree to, found true",
         ),
         (
             "require-secure = true",
@@ -222,7 +222,7 @@ def test_another_broadcast_than_the_plan_s_is_refused_with_a_line(tmp_path):
     plan = plan.model_copy(update={"broadcast": broadcast_digest(digest)})
     round_ = secure_round.SecureClientRound(open_site(ours.sites["north"]), plan, terms)
     round_.require_broadcast(digest)
-    with pytest.raises(WireError, match="broadcast: expected the message for all its sites"):
+    with pytest.raises(WireError, match="broadcast: expected the message for all of its sites"):
         round_.require_broadcast("cd" * 32)
     assert refusals_of(ours.sites["north"]) == [("mask", "T10")]
 
@@ -261,5 +261,5 @@ def test_the_boot_id_is_the_machine_s_and_one_that_cannot_be_read_is_an_error(tm
     assert secure_round.read_boot_id() == "0f-1e"
     (tmp_path / "boot_id").unlink()
     (tmp_path / "boot_id").mkdir()
-    with pytest.raises(StateError, match="expected the id of this machine's boot"):
+    with pytest.raises(StateError, match="expected this machine's boot id"):
         secure_round.read_boot_id()

@@ -179,7 +179,7 @@ def test_bytes_are_bounded_before_and_with_the_upload(tmp_path):
     check_upload(asked, 400, 600, 1)
     with pytest.raises(PolicyError, match="at most 1000, found 1001 in the server's message alone"):
         check_run(asked, down_bytes=1001)
-    with pytest.raises(PolicyError, match=r"at most 1000, found 1001 \(400 here, 601 back\)"):
+    with pytest.raises(PolicyError, match=r"at most 1000, found 1001 \(400 down, 601 up\)"):
         check_upload(asked, 400, 601, 1)
 
 

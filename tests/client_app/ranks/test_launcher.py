@@ -154,7 +154,7 @@ def test_a_base_that_cannot_be_divided_is_refused_before_a_process_starts(tmp_pa
 
 
 def test_a_base_cannot_be_divided_among_one():
-    with pytest.raises(ConfigError, match="shard-base: expected processes of 2 or more, among which .* found 1"):
+    with pytest.raises(ConfigError, match="shard-base: expected processes = 2 or more, to divide .* found 1"):
         parse_site({"shard-base": True})
     assert parse_site({"shard-base": True, "processes": 2}).shard_base
 
@@ -165,5 +165,5 @@ def test_a_task_that_gains_nothing_from_more_processes_has_none(tmp_path, caplog
     assert at_first(assignment, strategies.create_method("promptfl")) == "auto"
     with caplog.at_level(logging.INFO):
         assert client_session.ClientSession().launch_ranks(task_of(assignment), assignment) is None
-    assert "processes: only one of 2 trains, because clip-prompt gains nothing from more" in caplog.text
+    assert "processes: only one of 2 trains, because clip-prompt does not benefit from more" in caplog.text
     assert not ranks()

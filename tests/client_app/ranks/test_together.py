@@ -3,7 +3,11 @@
 import pytest
 import torch
 
+from fedveil.config import parse
+from fedveil.contract.method import RoundContext
 from fedveil.contract.trainer import BatchIndices
+from fedveil.privacy.dp_sgd import DpSgdConfig, NoisyTrainer
+from fedveil.training.unit_gradients import UnitTrainer
 from tests.client_app.ranks.two import CLOSE, Pair, assert_same
 
 
@@ -72,6 +76,19 @@ def test_the_gradients_of_single_rows_each_once_and_in_order(plain, rows):
     assert len(two.losses) == len(rows)
     torch.testing.assert_close(one.losses, two.losses, **CLOSE)
     assert_same(one.gradients, two.gradients)
+
+
+@pytest.mark.long
+def test_noisy_steps_on_units_add_their_noise_once(plain):
+    """Rank 0 draws the units, clips their means and adds noise; the other rank computes gradients of rows alone."""
+    units = ((0, 5, 6), (1,), (2, 9), (3, 4), (7, 8))
+    config = parse({"train.batch-size": 3, "train.max-steps": 2, "dp.unit-column": "patient", "dp.unit-rows": 2})
+    how, ctx = DpSgdConfig(0.5, 0.05, 0.5), RoundContext(0, "s", True, bytes(32), seeded=True)
+    one, two = (
+        NoisyTrainer(trainer.spec, UnitTrainer(trainer, units, config).rows, how, ctx).train(plain.weights)
+        for trainer in plain.trainers(plain.rows[:10])
+    )
+    assert_same(one.weights, two.weights, plain.weights)
 
 
 @pytest.mark.long

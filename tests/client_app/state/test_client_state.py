@@ -84,7 +84,7 @@ def test_a_turn_goes_on_from_what_was_sealed_and_refuses_another_key_and_none(tm
     make_key(tmp_path / "other")
     with pytest.raises(StateError, match="found a sealed one; set its key"):
         take(second)
-    with pytest.raises(StateError, match=r"found one of key [0-9a-f]{16}; name that key's file"):
+    with pytest.raises(StateError, match=r"found one sealed under [0-9a-f]{16}; name that key's file"):
         take(with_key(second, tmp_path / "other"))
     assert {file: before[file] for file in before} == everything(tmp_path / "state")
     take(with_key(second, tmp_path / "key"))
@@ -119,7 +119,7 @@ def test_two_sealed_files_of_a_site_do_not_change_places(tmp_path, take, seal): 
     take(again)
     ledger = tmp_path / "state" / ".ledger"
     (ledger / "ledger.json").write_bytes((folders["one"] / "secret").read_bytes())
-    with pytest.raises(StateError, match="of 'ledger/ledger', found one of 'secret/one/s'"):
+    with pytest.raises(StateError, match="of 'ledger/ledger', found that of 'secret/one/s'"):
         take(with_key(assignment(tmp_path, 2, run="one"), key))
 
 

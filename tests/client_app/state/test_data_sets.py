@@ -227,6 +227,24 @@ def test_data_folders_beside_each_other_are_two_data_sets(tmp_path):
     assert FolderWitness.open(tmp_path / "data" / "north", "").limits == []
 
 
+def test_a_data_file_counts_as_its_whole_folder(tmp_path):
+    """The file next to it may be an edited copy with the same rows, which no hash of a file tells."""
+    files = {name: tmp_path / "data" / name for name in ("north.jsonl", "south.jsonl", "north-2.jsonl")}
+    (tmp_path / "data").mkdir()
+    for name, file in files.items():
+        file.write_text("{}\n" * (2 if name == "north-2.jsonl" else 1))
+    assert charge(tmp_path / "north", files["north.jsonl"]) == "charged"
+    for name in ("south.jsonl", "north-2.jsonl"):
+        refused = charge(tmp_path / "south", files[name])
+        assert f"{tmp_path / 'data' / ID_FILE}: expected the tag" in refused
+        assert refused.endswith("move this site's data to a folder outside of it")
+    for folder, result in (("data/south", "site ledger adopt"), ("south-data", "charged")):
+        (tmp_path / folder).mkdir()
+        files["south.jsonl"] = files["south.jsonl"].rename(tmp_path / folder / "south.jsonl")
+        assert result in charge(tmp_path / "south", files["south.jsonl"])
+    assert charge(tmp_path / "north", files["north-2.jsonl"]) == "charged"  # to the same account
+
+
 @pytest.mark.parametrize("link", ["train.jsonl", "train"])
 def test_a_link_to_charged_data_is_no_second_data_set(link, tmp_path):
     for name in ("data", "other"):

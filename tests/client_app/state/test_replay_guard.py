@@ -35,7 +35,9 @@ def ask(monkeypatch, tmp_path):
     )
 
     def go(round_: int, policy: str = "", shift: float = 0.0, last: str = "") -> str:
-        (tmp_path / "policy.toml").write_text(f'{policy}\nmethods = ["fedper"]\n[permits]\n"method.params.layers" = 1')
+        bounds = f"{policy}\nmax-broadcast-drift = 100"  # not judged here
+        permits = 'methods = ["fedper"]\n[permits]\n"method.params.layers" = 1'
+        (tmp_path / "policy.toml").write_text(f"{bounds}\n{permits}")
         grid.node_config = {"north": {"policy": str(tmp_path / "policy.toml")}} if policy else {}
         moved = FederatedState({name: tensor + shift for name, tensor in server.tensors.items()}, server.scalars)
         down = exchange.broadcast(moved, RoundContext(round_, "north", True, bytes(32), address=MessageAddress("r")))

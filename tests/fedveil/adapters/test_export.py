@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2LMHeadModel
 
@@ -221,6 +222,15 @@ def test_transformers_loads_all_weights_and_the_tokenizer(tmp_path):
     text = "name[Alimentum]"
     assert AutoTokenizer.from_pretrained(tmp_path)(text).input_ids == tokenizer(text).input_ids
     assert not list(tmp_path.glob("*.bin"))
+
+
+def test_only_the_tensors_of_a_model_that_transformers_does_not_know_are_written(tmp_path):
+    model, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    AllWeightsAdapter().save(tmp_path, AttachedModel(model, {}, "vital-signs"), {})
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+    assert load_model(other, tmp_path / "model.safetensors") == (set(), [])
+    assert torch.equal(other.weight, model.weight)
+    assert torch.equal(other.bias, model.bias)
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")

@@ -32,19 +32,22 @@ def test_a_fifth_is_kept_apart_and_at_least_as_many_as_are_attacked(count, kept)
 def test_all_rows_of_own_data_are_used_but_those_kept_apart(tmp_path):
     plan = planned(rows(tmp_path / "mine", 1545, 20))
     assert plan.settings["task.examples-per-site"] == 412
-    assert plan.lines[0] == "site-0: 412 of 515 rows trained on, 103 kept apart for the attack, which gets 64 and 64"
-    assert len([line for line in plan.lines if "rows trained on" in line]) == 3
-    assert f"The server scores the model on the split test of {tmp_path / 'mine'}" in plan.lines
+    assert (
+        plan.lines[0]
+        == "site-0: trains on 412 of 515 rows, holds out 103 for the attack, which gets 64 members and 64 non-members"
+    )
+    assert len([line for line in plan.lines if ": trains on " in line]) == 3
+    assert f"The server scores the model on the test split of {tmp_path / 'mine'}" in plan.lines
     assert plan.settings["task.evaluation"] == str(tmp_path / "mine")
-    assert "Each method takes 612 steps of 8 rows in all at train.learning-rate = 0.003" in plan.lines[-1]
+    assert "Each method takes 612 steps of 8 rows in total, at train.learning-rate = 0.003" in plan.lines[-1]
     assert plan.noise == {}
 
 
 def test_a_limit_of_the_user_is_kept_and_named_and_missing_test_rows_are_said(tmp_path):
     plan = planned(rows(tmp_path / "mine", 300), task__examples_per_site=50)
     assert plan.settings["task.examples-per-site"] == 50
-    assert plan.lines[0].startswith("site-0: 50 of 100 rows trained on (task.examples-per-site), 50 kept apart")
-    assert plan.lines[1].startswith("site-0: with fewer than 128 rows no interval means anything")
+    assert plan.lines[0].startswith("site-0: trains on 50 of 100 rows (task.examples-per-site), holds out 50")
+    assert plan.lines[1].startswith("site-0: intervals are meaningless with fewer than 128 rows")
     assert any(line.startswith("The server scores nothing: ") for line in plan.lines)
     assert plan.settings["task.evaluation"] == ""
     given = planned(rows(tmp_path / "other", 300), task__evaluation="/elsewhere")

@@ -93,7 +93,7 @@ def test_a_wrong_command_is_one_line_that_names_the_nearest(given, meant, capsys
 
 def test_no_command_shows_the_help(capsys):
     assert main.main([]) == 2
-    assert "for the operator of a federation:" in capsys.readouterr().err
+    assert "for a federation's operator:" in capsys.readouterr().err
 
 
 def test_methods_lists_every_method(capsys):
@@ -114,7 +114,7 @@ def test_methods_shows_fields_and_wire(name, capsys):
 def test_the_help_says_where_the_documents_are_that_messages_name(capsys):
     with pytest.raises(SystemExit):
         main.main(["--help"])
-    assert f"a checkout, or fedveil-{__version__}.tar.gz of a release" in capsys.readouterr().out
+    assert f"a checkout, or a release's fedveil-{__version__}.tar.gz" in capsys.readouterr().out
 
 
 # What a command prints by itself may still be in a buffer when it has ended.

@@ -360,9 +360,9 @@ def test_a_file_of_conversations_names_the_key(tmp_path):
 
 @pytest.mark.parametrize(("keys", "message"), [
     ({"task.chat-template": False}, r"task\.chat-template: expected true with task\.messages-column"),
-    ({"task.source-template": "{a}"}, r"task\.source-template: expected none beside task\.messages-column"),
-    ({"task.source-column": "a"}, r"task\.source-column: expected none beside task\.messages-column"),
-    ({"task.target-column": "a"}, r"task\.target-column: expected none beside task\.messages-column"),
+    ({"task.source-template": "{a}"}, r"task\.source-template: expected none with task\.messages-column"),
+    ({"task.source-column": "a"}, r"task\.source-column: expected none with task\.messages-column"),
+    ({"task.target-column": "a"}, r"task\.target-column: expected none with task\.messages-column"),
     ({"task.name": "text-classification"}, 'expected none with the task "text-classification"'),
 ])  # fmt: skip
 def test_keys_that_a_conversation_does_not_read_are_refused(keys, message):
@@ -393,7 +393,7 @@ def test_doctor_counts_conversations_that_lack_a_text(tmp_path):
     assert check.verdict == "fail"
     assert "found 1 rows without one, the first is row 2" in check.text
     (check,) = data_checks.check_run_data(parse(keys | {"task.empty-texts": "drop"}).task, [])
-    assert (check.verdict, "; 1 rows without a text are left out" in check.text) == ("ok", True)
+    assert (check.verdict, "; 1 rows without a text are dropped" in check.text) == ("ok", True)
     broken = {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}
     (tmp_path / "train.jsonl").write_text(json.dumps(broken) + "\n")
     (check,) = data_checks.check_run_data(parse(keys).task, [])

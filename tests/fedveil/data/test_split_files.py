@@ -277,7 +277,7 @@ def test_doctor_finds_a_last_row_without_its_target(tmp_path):
     assert check.verdict == "fail"
     assert f"found 1 rows without one, the first is row 1501 of {tmp_path / 'train-1.jsonl'}" in check.text
     (check,) = data_checks.check_run_data(parse(keys | {"task.empty-texts": "drop"}).task, [])
-    assert (check.verdict, "; 1 rows without a text are left out" in check.text) == ("ok", True)
+    assert (check.verdict, "; 1 rows without a text are dropped" in check.text) == ("ok", True)
 
 
 def test_the_descriptions_of_a_saved_data_set_are_no_rows(tmp_path):

@@ -43,6 +43,11 @@ LABELLED = {
     "task.name": "text-classification", "task.source-column": "note", "task.target-column": "label",
     "task.class-names": "a,b", "task.max-tokens": 32,
 }  # fmt: skip
+TAGGED = {
+    "task.name": "token-classification", "task.source-column": "tokens", "task.target-column": "ner_tags",
+    "task.class-names": "a,b", "task.max-tokens": 32,
+}  # fmt: skip
+SPANS = TAGGED | {"task.source-column": "note", "task.target-column": "label"}
 PAIR = {
     "task.name": "preference", "task.source-column": "note", "task.target-column": "label", "task.max-tokens": 32,
 }  # fmt: skip
@@ -93,6 +98,11 @@ def raw(content: bytes, suffix: str = "jsonl") -> Callable[[Path], None]:
             (folder / f"{split}.{suffix}").write_bytes(content)
 
     return write
+
+
+def exported(annotations: list[dict[str, object]]) -> Callable[[Path], None]:
+    """A JSON export of Label Studio."""
+    return raw(json.dumps([{"id": 7, "data": OTHER, "annotations": annotations}]).encode(), "json")
 
 
 def parquet(**columns: object) -> Callable[[Path], None]:
@@ -252,6 +262,38 @@ CASES: dict[str, tuple[dict[str, object], Callable[[Path], None]]] = {
     "no text to classify": (LABELLED, lines({"note": None, "label": "a", "born": MARK})),
     "class of a text": (LABELLED, lines({**OTHER, "label": MARK})),
     "classes of a text": (LABELLED | {"task.multi-label": True}, lines({**OTHER, "label": f"a|{MARK}"})),
+    "no words": (TAGGED, lines({**OTHER, "tokens": [MARK, " "], "ner_tags": ["O", "O"]})),
+    "no text or words": (TAGGED, lines({**OTHER, "tokens": None, "ner_tags": ["O"]})),
+    "fewer tags": (TAGGED, lines({**OTHER, "tokens": [MARK, MARK], "ner_tags": [MARK]})),
+    "no list of tags": (TAGGED, lines({**OTHER, "tokens": [MARK, MARK], "ner_tags": MARK})),
+    "another tag": (TAGGED, lines({**OTHER, "tokens": [MARK, MARK], "ner_tags": ["O", f"B-{MARK}"]})),
+    "a number for a tag": (TAGGED, lines({**OTHER, "tokens": [MARK], "ner_tags": [1931]})),
+    "tags of a scheme": (TAGGED, lines({**OTHER, "tokens": [MARK, MARK], "ner_tags": ["O", "I-a"]})),
+    "no word before the cut": (
+        SPANS | {"task.max-tokens": 8},
+        lines({**OTHER, "note": "\t\n " * 40 + MARK, "label": []}),
+    ),
+    "no list of spans": (SPANS, lines({**OTHER, "label": MARK})),
+    "a span's name": (SPANS, lines({**OTHER, "label": [[0, 9, MARK]]})),
+    "a span in a word": (SPANS, lines({**OTHER, "label": [[1, 9, "a"]]})),
+    "a span's own text": (
+        SPANS,
+        lines({**OTHER, "label": [{"start": 0, "end": 9, "labels": ["a"], "text": MARK + "."}]}),
+    ),
+    "a scheme of spans": (SPANS | {"task.tag-scheme": "iob1"}, lines({**OTHER, "label": [[0, 9, "a"]]})),
+    "CoNLL without tags": (TAGGED, raw(f"{MARK} O\n{MARK}\n".encode(), "conll")),
+    "CoNLL with numbers": (TAGGED, raw(f"1 {MARK} O\n2 {MARK} O\n".encode(), "conll")),
+    "CoNLL with only numbers": (TAGGED, raw(f"7 {MARK} O\n\n7 {MARK} O\n".encode(), "conll")),
+    "CoNLL with another tag": (TAGGED, raw(f"{MARK}\t{MARK}\n".encode(), "conll")),
+    "CoNLL without an end": (TAGGED, raw(f"{MARK}\tO\n".encode() * 100_001, "conll")),
+    "an annotation twice": (SPANS, exported([{"result": []}, {"result": []}])),
+    "a label that is none": (SPANS, exported([{"result": [MARK]}])),
+    "a label without a name": (SPANS, exported([{"result": [{"value": {"text": MARK}}]}])),
+    "too many kinds of labels": (
+        SPANS,
+        exported([{"result": [{"from_name": f"k{i}", "value": {"text": MARK}} for i in range(101)]}]),
+    ),
+    "a label and a column": (SPANS, exported([{"result": [{"from_name": "born", "value": {"text": MARK}}]}])),
     "no rejected answer": (PAIR, lines({**OTHER, "label": MARK, "rejected": None})),
     "no pair of answers": (PAIR | {"task.empty-texts": "drop"}, lines({**OTHER, "label": MARK, "rejected": " "})),
     "caption": (CAPTION, seen(1, caption=None)),

@@ -23,6 +23,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 from flwr.cli.build import build_fab_from_disk
 from flwr.cli.install import install_from_fab
 from flwr.supercore.fab import Fab
+from flwr.supercore.inflatable.inflatable_utils import pull_and_inflate_object_from_tree
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -103,6 +104,7 @@ class Site:
             setattr(run, key, value)
         self.runtime = types.SimpleNamespace(
             pull_task_input=lambda client: (message, context, run, Fab(named, fab, {})),
+            pull_and_inflate_object_from_tree=pull_and_inflate_object_from_tree,
             install_from_fab=install_from_fab,
             push_message=lambda client, message, context: self.sent.append(message),
         )
@@ -182,7 +184,7 @@ def test_a_permitted_bundle_is_installed_and_the_log_says_who_what_and_how_much(
 @pytest.mark.parametrize(
     "policy,reason",
     [
-        (None, "requires a policy, and its node config names none"),
+        (None, "requires a policy, but its node config names none"),
         ('methods = ["fedrand"]', "method.name: this site permits"),
         (f'app-digests = ["{"0" * 64}"]', "app digest: this site permits .* to app-digests in its policy"),
         (f'signers = ["{PUBLIC}"]', "app signer: .* found none that"),
@@ -203,7 +205,7 @@ def test_a_refusal_comes_before_anything_of_the_bundle_is_on_the_disk(tmp_path, 
     [
         (f'app-digests = ["{"0" * 64}"]', "app digest: this site permits .* to app-digests in its policy"),
         ('methods = ["fedavg"]', "message: expected FedVeil's records order and fedveil, found numbers, settings"),
-        (None, "requires a policy, and its node config names none"),
+        (None, "requires a policy, but its node config names none"),
         ("methods = fedavg", "expected a readable policy file"),
     ],
 )
@@ -458,12 +460,20 @@ def with_files(fab: bytes, files: dict[str, bytes]) -> bytes:
         ({"mine.py": OWN}, f'modules = ["sha256:{"0" * 64}"]', "task.module: this site permits .*found .mine. with"),
         ({"mine.py": OWN}, "max-rounds = 9", "task.module: this site permits no own model, found .mine. with the"),
         ({"mine.py": OWN + b"#"}, f'modules = ["{OWN_DIGEST}"]', "task.module: this site permits"),
-        ({"mine.py": OWN, "other.py": OWN}, f'modules = ["{OWN_DIGEST}"]', "but that of task.module, found other.py"),
-        ({"other.py": OWN}, f'modules = ["{OWN_DIGEST}"]', "but that of task.module, found other.py"),
+        ({"mine.py": OWN, "other.py": OWN}, f'modules = ["{OWN_DIGEST}"]', "except task.module's, found other.py"),
+        ({"other.py": OWN}, f'modules = ["{OWN_DIGEST}"]', "except task.module's, found other.py"),
         ({}, f'modules = ["{OWN_DIGEST}"]', "expected fedveil/own/mine.py in the bundle, found none"),
-        ({"mine.py": OWN, "__init__.py": OWN}, f'modules = ["{OWN_DIGEST}"]', "one plain file of Python.*__init__.py"),
-        ({"mine.py": OWN, "mine/__init__.py": OWN}, f'modules = ["{OWN_DIGEST}"]', "one plain file.*mine/__init__.py"),
-        ({"mine.py": OWN, "mine.so": b"0"}, f'modules = ["{OWN_DIGEST}"]', "one plain file of Python.*mine.so"),
+        (
+            {"mine.py": OWN, "__init__.py": OWN},
+            f'modules = ["{OWN_DIGEST}"]',
+            "single plain Python.*__init__.py",
+        ),
+        (
+            {"mine.py": OWN, "mine/__init__.py": OWN},
+            f'modules = ["{OWN_DIGEST}"]',
+            "single plain Python.*mine/__init__.py",
+        ),
+        ({"mine.py": OWN, "mine.so": b"0"}, f'modules = ["{OWN_DIGEST}"]', "single plain Python.*mine.so"),
     ],
 )
 def test_an_own_model_runs_only_if_the_policy_names_its_file(files, policy, reason, tmp_path, monkeypatch, fab):

@@ -196,7 +196,7 @@ def test_a_start_of_anything_but_a_serverapp_is_refused_and_logged(port, field):
     body = control_pb2.StartRunRequest(fab=fab, **field).SerializeToString()
     for role in ("submit", "admin"):
         assert port.ask("/v1/control/start-run", port.tokens[role], body) == 403
-        assert f"{next(iter(field))}: this server starts only runs of a ServerApp" in port.said
+        assert f"{next(iter(field))}: this server starts only ServerApp runs" in port.said
     assert port.came == []
     assert [(line["decision"], line["operator"], line["app"]) for line in port.lines()] == [
         ("refused", role, hashlib.sha256(fab.content).hexdigest()) for role in ("submit", "admin")

@@ -71,7 +71,7 @@ def test_a_record_of_arrays_in_the_place_of_the_logs_anchor_is_no_way_out(site, 
 )
 def test_what_an_array_says_of_itself_carries_nothing(site, data, changes):
     sent = pushed(site, {chunking.slice_key(0): of(data, **changes)})
-    assert sent.error.reason.startswith("PolicyError: reply: expected slices of")
+    assert sent.error.reason.startswith("PolicyError: reply: expected uint8 slices of")
 
 
 @pytest.mark.parametrize("names", [["000001"], ["000000", STOLEN], ["0"], []])
@@ -83,8 +83,8 @@ def test_the_names_of_slices_carry_nothing(site, data, names):
 
 def test_slices_have_one_size_and_the_last_one_is_not_empty(site, data, monkeypatch):
     cut = {chunking.slice_key(0): of(data[:100]), chunking.slice_key(1): of(data[100:])}
-    assert "of 1310720 bytes each but the last" in pushed(site, cut).error.reason
-    with pytest.raises(PolicyError, match="each but the last"):
+    assert "uint8 slices of 1310720 bytes each except the last" in pushed(site, cut).error.reason
+    with pytest.raises(PolicyError, match="each except the last"):
         reply_check.upload_slices(RecordDict({"fedveil": ArrayRecord({chunking.slice_key(0): of(b"")})}))
     monkeypatch.setattr(chunking, "SLICE_BYTES", 100)
     parts = list(chunking.slice_message([data], 100))

@@ -89,7 +89,7 @@ def test_a_signed_name_is_the_name_by_which_the_site_keeps_the_runs_state(tmp_pa
     text = run_signature.sign_run(KEY, "r", TODAY + timedelta(days=1), hashlib.sha256(fab).hexdigest())
     config = {"run.name": "r", "run.signature": text}
     Site(tmp_path, monkeypatch, fab, "", run_config=config, order={"run": "other-0a1b2c3d"}).assert_refused(
-        "a run called 'r'"
+        "a run named 'r'"
     )
 
 

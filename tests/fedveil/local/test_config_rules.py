@@ -29,7 +29,9 @@ def test_what_is_written_needs_a_folder_that_stays(key, value):
 
 
 def test_a_quorum_that_no_round_reaches_is_refused():
-    with pytest.raises(ConfigError, match="cohort.min-sites: expected at most 2, the sites of a round here, found 3"):
+    with pytest.raises(
+        ConfigError, match="cohort.min-sites: expected at most 2, the sites drawn per round here, found 3"
+    ):
         require_local(parse({"cohort.min-sites": 3, "cohort.fraction": 0.5}), 4, divides_data=False)
     require_local(parse({}), 1, divides_data=False)
 

@@ -58,7 +58,7 @@ def test_the_folder_is_a_servers_and_says_that_it_is_of_one_process(place, tmp_p
     text = local.report(tmp_path / "page.html").read_text()
     assert "study" in text
     assert "in_process" in text
-    with pytest.raises(StateError, match="expected a run that goes on, found one that has ended"):
+    with pytest.raises(StateError, match="expected a run that can continue, found one that has ended"):
         local.run()
     with pytest.raises(StateError, match="expected a new one, found a run"):
         federation(place, run__name="study", run__dir=str(tmp_path / "runs"))
@@ -101,7 +101,7 @@ def test_save_is_what_final_is(place, tmp_path):
     saved = local.save(tmp_path / "model")
     assert {file.name for file in saved.iterdir()} == {file.name for file in (run.folder / "final").iterdir()}
     assert {"privacy.json", "PRIVACY.md", "README.md", "server.safetensors"} <= {file.name for file in saved.iterdir()}
-    with pytest.raises(StateError, match="expected a new or an empty folder"):
+    with pytest.raises(StateError, match="expected a new or empty folder"):
         local.save(tmp_path / "model")
 
 
@@ -146,7 +146,7 @@ def test_a_run_goes_on_where_it_was_interrupted(place, tmp_path, method, secure)
     with pytest.raises(KeyboardInterrupt):
         first.run(interrupt)
     assert first.results.state == "failed"
-    with pytest.raises(StateError, match=r"run.resume = true it goes on"):
+    with pytest.raises(StateError, match=r"resume it with run.resume = true"):
         first.run()
     second = federation(place, sites, run__name="parts", run__resume=True, **keys)
     rounds = []

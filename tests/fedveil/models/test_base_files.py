@@ -105,7 +105,7 @@ def test_a_token_without_a_row_of_the_embedding_is_refused_before_a_step(base):
     task = load(base)
     texts = [{"source": "name", "target": "Aromi"}, {"source": "name", "target": "a <one more> b"}]
     assert len(task.encode(Example.from_columns(texts[:1]))) == 1  # as with Gemma 3 1B, whose texts have no image
-    with pytest.raises(TaskError, match=f"below {rows:,}, the rows of the embedding .*, found token {rows:,} of"):
+    with pytest.raises(TaskError, match=f"below {rows:,}, the rows of the embedding .*, found token {rows:,} from"):
         task.encode(Example.from_columns(texts))
 
 
@@ -124,7 +124,7 @@ def test_a_classifier_of_texts_refuses_a_token_without_a_row_of_the_embedding(tm
     small_classifiers.save_base(tmp_path, "bert")
     rows = add_token(tmp_path)
     task = small_classifiers.make_task(task__model=str(tmp_path))
-    with pytest.raises(TaskError, match=f"expected tokens below {rows:,}, .*, found token {rows:,} of"):
+    with pytest.raises(TaskError, match=f"expected tokens below {rows:,}, .*, found token {rows:,} from"):
         task.encode(Example.from_columns([{"note": "no <one more>", "ward": "lung"}]))
 
 

@@ -72,7 +72,7 @@ def test_rate_by_tensor_first_match_wins_and_no_match_is_zero():
 
 @pytest.mark.parametrize("rate", [-0.01, 1.01, math.nan, math.inf])
 def test_a_rate_out_of_range_is_refused(rate):
-    with pytest.raises(ConfigError, match="^rate: expected a probability of zero from 0 to 1, found"):
+    with pytest.raises(ConfigError, match="^rate: expected the probability of a zero, from 0 to 1, found"):
         random_masks.check_rate("rate", rate)
     with pytest.raises(ConfigError, match="^rate.mlp: expected"):
         random_masks.check_rate("rate", {"attn": 0.5, "mlp": rate})

@@ -58,6 +58,8 @@ def test_steps_of_a_ledger_tell_the_same():
         ),
         ({"method.name": "fedavg", "dp.unit-column": "", "dp.unit-rows": 4}, "together with dp.unit-column"),
         ({"method.name": "fedavg", "dp.unit-column": "", "dp.no-unit": "one"}, "dp.no-unit: .*together with"),
+        ({"method.name": "fedavg", "dp.unit-column": "", "dp.unit": "row"}, "dp.unit: .* found a run without one"),
+        ({"method.name": "dp_fpl", "dp.unit": "row"}, 'dp.unit: .* found dp.unit-column = "patient"'),
     ],
 )
 def test_a_unit_that_the_guarantee_cannot_be_for_is_refused(flat, reason):
@@ -79,7 +81,9 @@ def test_a_unit_is_taken_with_dp_and_with_strict_dp_fpl(noise, secure):
     assert check_guarantee(method, fpl, True) is not None
 
 
-@pytest.mark.parametrize("task", ["text-generation", "preference", "text-classification", "vision-language"])
+@pytest.mark.parametrize(
+    "task", ["text-generation", "preference", "text-classification", "token-classification", "vision-language"]
+)
 def test_a_guarantee_needs_a_length_that_does_not_depend_on_the_rows(task):
     config = parse({"task.name": task, "method.name": "fedavg", **NOISY})
     claim = guarantee_of(strategies.create_method("fedavg"), config)

@@ -244,7 +244,7 @@ def test_the_commands(log, capsys, tmp_path):
     assert main(["log", "verify", str(log), "--other", str(server), "--site", "north"]) == 2
     assert "fedveil log rotate" in capsys.readouterr().err
     assert main(["log", "rotate", str(log)]) == 0
-    assert "audit-log-0-4.jsonl: keep it" in capsys.readouterr().out
+    assert "audit-log-0-4.jsonl, so keep it" in capsys.readouterr().out
     audit_log.append_entry(server, "accepted", {"site": "north", "site_log": str(append(log)[-1])})
     assert main(["log", "anchor", str(server), "--site", "north"]) == 0
     assert capsys.readouterr().out.startswith("11:")
@@ -257,7 +257,7 @@ def test_the_commands(log, capsys, tmp_path):
     assert main(["log", "verify", str(alone), "--other", str(server), "--site", "north"]) == 0
     said = capsys.readouterr().out
     assert "matching anchors: 2" in said
-    assert "4 anchors are of earlier files and were not checked" in said
+    assert "4 anchors belong to earlier files and were not checked" in said
     assert main(["log", "verify", str(old), str(alone), "--other", str(server), "--site", "north"]) == 0
     assert "matching anchors: 6" in capsys.readouterr().out
     assert main(["log", "verify", str(alone), "--anchor", str(before[0])]) == 2

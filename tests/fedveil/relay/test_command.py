@@ -147,7 +147,7 @@ def test_a_wait_that_a_supernode_cannot_have_is_said(kits, capsys):
 def test_one_import_at_a_time(kits, capsys):
     book = MessageLog.open(kits["site"] / "state")
     assert relay("import", kits["site"]) == 2
-    assert "expected no other relay of this site, found one running" in capsys.readouterr().err
+    assert "expected no other relay for this site, found one running" in capsys.readouterr().err
     book.release()
 
 

@@ -249,7 +249,7 @@ def test_an_order_of_a_run_that_is_no_serverapps_is_refused_and_logged(both, mon
         return
     assert taken is None
     (words,) = site.refused()
-    assert f"expected one of a ServerApp (flwr-serverapp), found one of type {kind}" in words
+    assert f"expected a ServerApp run (flwr-serverapp), found one of type {kind}" in words
     assert [line["event"] for line in audit_log.read_log(both.site.state / "relay-log.jsonl")] == ["refused"]
 
 
@@ -270,7 +270,7 @@ def test_an_answered_order_is_not_taken_again_and_a_second_reply_is_not_sent(bot
     server.look()
     assert len(server.sent) == 1
     assert "again-" in server.said()[-1]
-    assert "was accepted before" in server.said()[-1]
+    assert "was already accepted" in server.said()[-1]
     assert len(Server(both).end._answered) == 1  # also after a start
 
 
@@ -294,7 +294,7 @@ def test_orders_come_in_turn_and_one_from_before_another_is_refused(both):
     assert taken.object_id == second.object_id
     site.answer(upload(taken))
     assert site.take() is None
-    assert "z.relay: older: expected the newest order of its run" in site.refused()[-1]
+    assert "z.relay: older: expected the run's newest order" in site.refused()[-1]
 
 
 def test_an_order_that_ended_is_refused_by_the_sites_clock_and_taken_back_by_the_servers(both):
@@ -325,7 +325,7 @@ def test_secure_aggregation_is_refused_at_once_for_nobody_waits_so_long(both):
 def test_an_order_above_the_bound_is_refused_and_a_reply_above_it_is_not_opened(tmp_path):
     both = two(tmp_path, most_bytes=100_000)
     server = exported(both, message(size=200_000), message())
-    assert "is above its bound of 100,000" in server.sent[0].error.reason
+    assert "exceeds its limit of 100,000" in server.sent[0].error.reason
     assert len(server.orders()) == 1
     (both.server.replies / "large.relay").write_bytes(bytes(100_001))
     server.look()
@@ -413,9 +413,9 @@ def test_another_sites_reply_is_refused(both):
 @pytest.mark.parametrize(
     "change,said",
     [
-        ({"message": b"\xff\xff"}, "expected a message, run and bundle of Flower"),
-        ({"run": b"\xff\xff"}, "expected a message, run and bundle of Flower"),
-        ({"bundle": b"\xff\xff"}, "expected a message, run and bundle of Flower"),
+        ({"message": b"\xff\xff"}, "expected Flower's message, run and bundle"),
+        ({"run": b"\xff\xff"}, "expected Flower's message, run and bundle"),
+        ({"bundle": b"\xff\xff"}, "expected Flower's message, run and bundle"),
         ({"run": b""}, "expected matching message, run and node"),
         ({"node": 5}, "expected matching message, run and node"),
     ],

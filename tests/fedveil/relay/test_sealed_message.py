@@ -102,7 +102,7 @@ def with_head(data: bytes, signer: EndpointSecret, **changes: str) -> bytes:
     "data,said",
     [
         (letter(own=STRANGER), "sender: expected"),
-        (with_head(letter(own=STRANGER), STRANGER, sender=SERVER.public.id), "expected the signature of the other end"),
+        (with_head(letter(own=STRANGER), STRANGER, sender=SERVER.public.id), "expected the other end's signature"),
         (letter(peer=STRANGER), "recipient: expected"),
         (with_head(letter(peer=STRANGER), SERVER, recipient=SITE.public.id), "expected a file sealed for this end"),
         (letter(kind=REPLY), "kind: expected order, found reply"),

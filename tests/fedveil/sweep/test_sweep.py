@@ -54,7 +54,7 @@ def test_every_cell_and_seed_has_a_folder_and_a_row(place, tmp_path):
     assert half_width(scores["loss"]) == pytest.approx(4.302653 * deviation / math.sqrt(3))  # Student's t with 2
     assert result.best("loss").values == {"train.learning-rate": 0.2}
     assert result.best("accuracy").values == {"train.learning-rate": 0.2}
-    with pytest.raises(ConfigError, match=r"expected one that the runs have \(accuracy, loss\), with finite"):
+    with pytest.raises(ConfigError, match=r"expected one of the runs' metrics with finite values \(accuracy"):
         result.best("bleu")
     picture = sweep_svg(result, "loss")
     assert picture.startswith("<svg")
@@ -85,7 +85,7 @@ def test_completed_runs_are_not_run_again_and_others_go_on(place, tmp_path):
     said: list[str] = []
     before = len(made)
     result = run_sweep(config, sites(place), GRID, tmp_path / "out", say=said.append, federate=federate)
-    assert said[0].endswith("seed 0: completed before")
+    assert said[0].endswith("seed 0: already completed")
     assert made[before].config.run.resume
     assert len(made) - before == 5
     whole = run_sweep(config, sites(place), GRID, tmp_path / "other")
@@ -105,7 +105,7 @@ def test_another_config_is_another_run(place, tmp_path):
 
 @pytest.mark.parametrize(
     ("keys", "grid", "words"),
-    [({"run__name": "mine"}, "train.epochs=1", "run.name: expected none with a sweep"),
+    [({"run__name": "mine"}, "train.epochs=1", "run.name: expected none for a sweep"),
      ({"task__evaluation": ""}, "train.epochs=1", "task.evaluation: expected test data"),
      ({}, "train.epoch=1", "train.epoch"), ({}, "train.epochs=1,-1", "train.epochs"),
      ({}, "cohort.max-retries=1", "cohort.max-retries: expected 2 for a run in one process")],
@@ -148,7 +148,7 @@ def test_ctrl_c_ends_a_sweep_and_the_same_command_goes_on(place, tmp_path):
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert "the same command continues the sweep" in said
+    assert "run the same command again to resume the sweep" in said
     (folder,) = (path.parent for path in (tmp_path / "out").glob("*/status.json"))
     status = json.loads((folder / "status.json").read_text())
     assert (status["state"], status["reason"]) == ("failed", "interrupted by its user")

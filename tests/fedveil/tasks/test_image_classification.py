@@ -392,7 +392,7 @@ def test_names_must_fit_the_model(tmp_path):
     names = {0: "dog", 1: "fish"}
     named = str(vit(tmp_path / "vit", num_labels=2, id2label=names, label2id={name: i for i, name in names.items()}))
     with pytest.raises(
-        TaskError, match="class names in the order of .*, found another order; set task.class-names = .dog,fish"
+        TaskError, match="class names in the order of .*, found a different order; set task.class-names = .dog,fish"
     ):
         make(task__model=named, task__class_names="fish,dog", task__num_classes=10).base  # noqa: B018
     assert make(task__model=named, task__class_names="dog,fish", task__num_classes=10).classes == 2
@@ -591,7 +591,7 @@ def test_converted_images_are_counted_in_the_log_and_by_doctor(tmp_path, task, c
                                    "task.label-column": "label", "task.data": str(folder)})  # fmt: skip
         (check,) = data_checks.check_run_data(config.task, [])
         assert check.verdict == "ok"
-        assert f"; of the first 6 images 3 are converted: {said}" in check.text
+        assert f"; 3 of the first 6 images are converted: {said}" in check.text
 
 
 def test_files_of_any_ending_and_depth_are_read_and_the_others_are_counted(tmp_path, task, caplog):

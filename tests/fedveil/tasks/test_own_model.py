@@ -278,20 +278,20 @@ MISTAKES = {
     "tensor on another device": (changed(LOSS, LOSS + " + torch.ones((), device='meta') * model(torch.ones(2, 4, device='meta')).sum()"), r"expected model and batch on cpu, found tensors on several devices; make no"),
     "no length": (changed(ROWS, "return (i for i in range(3))"), r"rows with a length and an index, found generator; a list"),
     "labels of another type": (changed("i % 2)", "float(i % 2))"), r"labels of the type that the loss takes .*found \[float32\[16, 4\], float64\[16\]\] \(RuntimeError\); convert them in dataset"),
-    "not repeatable": (changed("return nn.Linear(4, 2)", "torch.seed(); return nn.Linear(4, 2)"), r"same tensors each time, found weight different in a second call; draw with"),
+    "not repeatable": (changed("return nn.Linear(4, 2)", "torch.seed(); return nn.Linear(4, 2)"), r"same tensors each time, found weight different in a second call; draw from"),
     "one row in a batch": (
         changed("return nn.Linear(4, 2)", "return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))").replace("range(16)", "range(17)"),
         r"at least two rows in every batch of a model with batch normalization, found one",
     ),
     "not finite": (changed("i / 8", "float('nan')"), r"expected a finite loss, found nan at step 1"),
-    "too large": (changed("return nn.Linear(4, 2)", "return nn.Linear(2**22, 2**22)"), r"fits this machine's memory, found none; make it smaller"),
+    "too large": (changed("return nn.Linear(4, 2)", "return nn.Linear(2**22, 2**22)"), r"fits in this machine's memory, found a larger one; make it smaller"),
     "unequal rows": (changed("(4,)", "(3 + i % 2,)"), r"rows of one shape without a collate\(\) in mine.py, found .*write collate"),
     "no loss": (changed("def loss", "def lost"), r"expected a function loss\(model, batch\) in mine.py, found none; write it"),
     "other parameters": (changed("def loss(model, batch)", "def loss(batch)"), r"expected loss\(model, batch\) in mine.py, found loss\(batch\)"),
     "error in dataset": (changed(ROWS, "return [float('secret')]"), r"expected dataset\(\) to run, found ValueError in mine.py, line 9; correct it"),
     "not a network": (changed("return nn.Linear(4, 2)", "return 3"), r"return a torch.nn.Module, found int"),
     "no score named": (SMALL + "def metrics(model, batches):\n    return {}\n", r'expected better = \{"score": "higher"\} in mine.py'),
-    "not Python": (SMALL + "def", r"expected Python in mine.py, found SyntaxError in line 10"),
+    "not Python": (SMALL + "def", r"expected Python in mine.py, found SyntaxError on line 10"),
 }  # fmt: skip
 
 

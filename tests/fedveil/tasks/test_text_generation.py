@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from fedveil import config as run_config
 from fedveil.adapters.all_weights import AllWeightsAdapter
 from fedveil.adapters.lora import LoraAdapter
+from fedveil.adapters.prompt import PromptAdapter
 from fedveil.contract.method import TRAINING_FIELDS
 from fedveil.contract.task import DatasetShard, Example, ExampleOrigin
 from fedveil.data.prompt_template import SEPARATOR
@@ -565,6 +566,21 @@ def test_tasks_and_claims_that_cannot_leave_rows_out_refuse_it():
         load_task(run_config.parse({"task.empty-texts": "drop", "task.name": "vision-language"}), LoraAdapter(), "cpu")
 
 
+@pytest.mark.parametrize(
+    ("task", "key"),
+    [
+        ("text-generation", "hint"), ("text-classification", "choices"),
+        ("image-classification", "rejected"), ("clip-prompt", "hint"), ("preference", "choices"),
+        ("vision-language", "rejected"),
+    ],
+)  # fmt: skip
+def test_a_column_that_only_another_task_reads_is_refused(task, key):
+    adapter = PromptAdapter() if task == "clip-prompt" else LoraAdapter()
+    settings = run_config.parse({"task.name": task, f"task.{key}-column": "extra"})
+    with pytest.raises(ConfigError, match=f'task.{key}-column: expected ".*" with the task "{task}", which reads no'):
+        load_task(settings, adapter, "cpu")
+
+
 def test_the_scored_sources_are_spread_and_one_instruction_does_not_evade_the_bound():
     """The first rows of a sorted file are of one kind; one instruction stands before all targets."""
     rows = Example.from_columns({"mr": f"{kind} {i}", "ref": kind} for kind in "abcd" for i in range(50))
@@ -630,7 +646,5 @@ def test_a_template_is_refused_where_it_would_not_be_read():
         load_task(
             run_config.parse({"task.source-template": "{a}", "task.name": "vision-language"}), LoraAdapter(), "cpu"
         )
-    with pytest.raises(
-        ConfigError, match=r'task\.source-column: expected none beside task\.source-template, found "b"'
-    ):
+    with pytest.raises(ConfigError, match=r'task\.source-column: expected none with task\.source-template, found "b"'):
         make(task__source_template="{a}", task__source_column="b")

@@ -33,11 +33,11 @@ def base(request, tmp_path):
     return request.param, tmp_path / "base"
 
 
-@pytest.mark.parametrize("name", ["text-generation", "text-classification", "preference"])
+@pytest.mark.parametrize("name", ["text-generation", "text-classification", "token-classification", "preference"])
 def test_a_base_without_gradients_of_single_rows_is_refused_as_the_run_begins(base, name):
     kind, folder = base
     keys = {"task.name": name, "task.model": str(folder), "task.max-tokens": 64, "task.source-column": "s"}
-    keys |= {"task.target-column": "t", "task.class-names": "a,b" if name == "text-classification" else ""}
+    keys |= {"task.target-column": "t", "task.class-names": "a,b" if name.endswith("classification") else ""}
     keys |= {"task.rejected-column": "r"} if name == "preference" else {}
     noisy = {"dp.clip-norm": 1.0, "dp.noise-multiplier": 1.0}
     start = rng.initial_stream(0, "weights")
@@ -46,5 +46,5 @@ def test_a_base_without_gradients_of_single_rows_is_refused_as_the_run_begins(ba
     if kind == "llama":
         assert task.initial(start)
         return
-    with pytest.raises(TaskError, match="as dp.* needs, found (Bloom|Mixtral)For.*, at which torch.func raises "):
+    with pytest.raises(TaskError, match="as dp.* requires, found (Bloom|Mixtral)For.*, for which torch.func raises "):
         task.initial(start)

@@ -63,7 +63,7 @@ def test_an_empty_batch_has_no_rows():
 
 
 def test_a_task_without_a_loss_of_one_row_and_other_weights_are_refused():
-    with pytest.raises(TaskError, match="loss for every single example"):
+    with pytest.raises(TaskError, match="a per-example loss"):
         per_example.per_example_gradients(object(), PromptTask().spec, [1], WEIGHTS)
     with pytest.raises(TaskError, match="weights"):
         local_of().rows.per_sample({"prompt": torch.zeros(5, 6)}, BatchIndices((0,)))

@@ -95,6 +95,15 @@ def text_task(folder):
     return tasks.load_task(config_of(), LoraAdapter(2), "cpu")
 
 
+def preference_task(folder):
+    lines = [
+        {"q": f"name[Aromi {i}]", "yes": f"Aromi {i}." * (1 + i % 2), "no": "a pub" * (1 + i % 3)} for i in range(11)
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    columns = {"task.source-column": "q", "task.target-column": "yes", "task.rejected-column": "no"}
+    return tasks.load_task(config_of(**columns, **{"task.name": "preference"}), LoraAdapter(2), "cpu")
+
+
 def picture_folder(folder):
     from PIL import Image
 
@@ -127,7 +136,9 @@ def classifier_task(folder):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "make", [text_task, image_task, clip_task, classifier_task], ids=["text", "image", "clip", "classifier"]
+    "make",
+    [text_task, preference_task, image_task, clip_task, classifier_task],
+    ids=["text", "preference", "image", "clip", "classifier"],
 )
 def test_two_steps_are_those_of_the_twin(make, tmp_path):
     task = make(tmp_path)

@@ -93,7 +93,7 @@ def test_a_sink_that_sleeps_for_ever_costs_the_rounds_no_time_and_is_ended_by_th
     now[0] = dispatcher.MOST_SECONDS
     assert open_.ended() == {}
     now[0] += 0.5
-    assert open_.ended() == {"asleep": "it has spent on one attempt more than 120 s"}
+    assert open_.ended() == {"asleep": "it has spent more than 120 s on one attempt"}
     open_.put(TOLD[50])
     open_.close("completed")
     assert good.steps == list(range(51))
@@ -107,7 +107,7 @@ def test_a_sink_that_is_too_slow_holds_a_bounded_number_of_rows():
     open_ = MetricsDispatcher({"slow": asleep})
     for metrics in TOLD:
         open_.put(metrics)
-    assert open_.ended() == {"slow": "100 attempts wait for it; it is too slow"}
+    assert open_.ended() == {"slow": "100 attempts are waiting for it; it is too slow"}
     asleep.go.set()
 
 
@@ -121,7 +121,7 @@ def test_a_sink_that_is_late_at_the_end_is_waited_for_but_not_for_long(monkeypat
     open_.close("failed")
     open_.close("failed")  # as after an error while the first one was written down
     assert time.monotonic() - started < 2
-    assert open_.ended() == {"late": "it had not written everything within 0.2 s of the run's end"}
+    assert open_.ended() == {"late": "it did not write everything within 0.2 s after the run ended"}
     assert good.state == "failed"
     asleep.go.set()
 
@@ -145,4 +145,4 @@ print(open_.ended())
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
-    assert "had not written everything" in done.stdout, done.stderr
+    assert "did not write everything" in done.stdout, done.stderr

@@ -1,8 +1,8 @@
-"""The user's side of a federation of NVFlare's, with its session API; KIT is the user's startup kit.
+"""The user's side of an NVFlare federation, using its session API; KIT is the user's startup kit.
 
 python admin.py ready KIT SITES           waits until SITES sites are connected
-python admin.py run KIT FOLDER            submits the job in FOLDER, waits for its end, prints its id and status
-python admin.py result KIT ID OUT         fetches the model of a job, and writes OUT/weights.safetensors
+python admin.py run KIT FOLDER            submits the job in FOLDER, waits until it ends, prints its ID and status
+python admin.py result KIT ID OUT         fetches a job's model, and writes OUT/weights.safetensors
 """
 
 import sys
@@ -11,17 +11,17 @@ from pathlib import Path
 
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
-_EVERY = 0.5  # seconds, as of the other peers' ends
+_EVERY = 0.5  # seconds between polls, as for the other peers
 
 
 def ready(session: Session, sites: str) -> None:
-    """Wait until that many sites are connected."""
+    """Wait until `sites` sites are connected."""
     while len(session.get_system_info().client_info) < int(sites):
         time.sleep(_EVERY)
 
 
 def run(session: Session, folder: str) -> None:
-    """Print the job's id and how it ended, "FINISHED:COMPLETED" where all went well."""
+    """Run the job; print its ID and how it ended, "FINISHED:COMPLETED" if all went well."""
     job = session.submit_job(folder)
     while not (status := session.get_job_status(job)).startswith("FINISHED"):
         time.sleep(_EVERY)
@@ -29,8 +29,8 @@ def run(session: Session, folder: str) -> None:
 
 
 def result(session: Session, job: str, out: str) -> None:
-    """Raises FileNotFoundError for a job that has left no model."""
-    import torch  # heavy: not in the seconds of `run`
+    """Fetch the job's model. Raises FileNotFoundError if the job left none."""
+    import torch  # slow to import, so it is kept out of the time for `run`
     from safetensors.torch import save_file
 
     found = sorted(Path(session.download_job_result(job)).rglob("FL_global_model.pt"))
@@ -41,7 +41,7 @@ def result(session: Session, job: str, out: str) -> None:
 
 
 def main(what: str, kit: str, *more: str) -> None:
-    """One of the three above."""
+    """Run one of the three commands above."""
     session = new_secure_session(Path(kit).name, kit, timeout=60.0)
     try:
         match what:

@@ -4,11 +4,11 @@ import argparse
 from pathlib import Path
 
 import nvflare.client as flare
-from training import Site  # stock_flower/tuned/training.py, which the job carries
+from training import Site  # stock_flower/tuned/training.py, which is packed with the job
 
 
 def main() -> None:
-    """Trains in each round the factors that come, and sends all of them back."""
+    """In each round, train the received factors and send all of them back."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--task", type=Path, required=True, help="folder of the task")
     folder = parser.parse_args().task
@@ -17,7 +17,7 @@ def main() -> None:
     while flare.is_running():
         received = flare.receive()
         after, loss = site.trained(received.current_round + 1, received.params)
-        # FedAvg weighs an upload by this; Flower's does by the same number.
+        # FedAvg weights an upload by this number, and so does Flower's.
         meta = {"NUM_STEPS_CURRENT_ROUND": site.rows}
         flare.send(flare.FLModel(params=after, metrics={"train_loss": loss}, meta=meta))
 

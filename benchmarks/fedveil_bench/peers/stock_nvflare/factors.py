@@ -5,7 +5,7 @@ from safetensors.torch import load_file
 
 
 class Factors(torch.nn.Module):
-    """Its state dict is what `file` holds; the server needs no base model to average factors."""
+    """A module whose state dict is the content of `file`; the server needs no base model to average factors."""
 
     def __init__(self, file: str) -> None:
         super().__init__()

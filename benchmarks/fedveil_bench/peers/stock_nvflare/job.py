@@ -1,4 +1,4 @@
-"""Writes the job: NVFlare's FedAvg over LoRA factors, by its recipe. `python job.py TASK OUT SITES ROUNDS FOLDER`"""
+"""Write the job: NVFlare's FedAvg over LoRA factors, using its recipe. `python job.py TASK OUT SITES ROUNDS FOLDER`"""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe
 
 
 def main(task: str, out: str, sites: str, rounds: str, folder: str) -> None:
-    """Into `folder`; the run will leave its notes in `out`."""
+    """Write the job to `folder`; the run will write its notes to `out`."""
     recipe = FedAvgRecipe(
         name="tuned",
         model={"class_path": "factors.Factors", "args": {"file": str(Path(task) / "initial.safetensors")}},

@@ -1,4 +1,4 @@
-"""Notes at the server what comes of each site, and when a round ends; it changes nothing."""
+"""Record, at the server, what each site sends and when each round ends, without changing anything."""
 
 import itertools
 import json
@@ -14,11 +14,11 @@ from nvflare.app_common.app_event_type import AppEventType
 
 
 class Noted(DXOFilter):
-    """Notes on the results of the task "train".
+    """Records the results of the task "train".
 
     Args:
-        out: the folder that gets, at the end of the run, `server.json`: the seconds of each round, and the names of
-            the arrays of each upload.
+        out: the folder to which `server.json` is written at the end of the run, with the seconds of each round and the
+            array names in each upload.
     """
 
     def __init__(self, out: str) -> None:
@@ -28,12 +28,12 @@ class Noted(DXOFilter):
         self.seen: list[list[str]] = []
 
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO | None:
-        """None: the result stays as it is."""
+        """Return None, which leaves the result unchanged."""
         self.seen.append(list(dxo.data))
         return None
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """The first round begins with the run's first task; every round ends when its mean is there."""
+        """Record times: the first round begins with the run's first task, and each round ends with its aggregation."""
         if event_type == AppEventType.AFTER_AGGREGATION or (
             event_type == AppEventType.ROUND_STARTED and not self.times
         ):

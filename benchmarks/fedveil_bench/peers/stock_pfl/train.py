@@ -1,7 +1,7 @@
-"""pfl-research's simulator at the work of `peers/simulated`: `python train.py <folder>`, in an environment of its own.
+"""pfl-research's simulator on the work in `peers/simulated`: `python train.py <folder>`, in a separate environment.
 
-The folder has task.json, rows.safetensors (pixels, labels and site of each row), initial.safetensors, and the model's
-config.json; weights.safetensors and noted.json are left there. No file of FedVeil is imported.
+The folder has task.json, rows.safetensors (each row's pixels, label and site), initial.safetensors, and the model's
+config.json; weights.safetensors and noted.json are written to it. No FedVeil code is imported.
 """
 
 import json
@@ -29,7 +29,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 
 class Model(torch.nn.Module):
-    """The model, with the loss and the metrics that pfl asks for."""
+    """The model, with the loss and metrics methods that pfl requires."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -37,13 +37,13 @@ class Model(torch.nn.Module):
         self.vit.load_state_dict(load_file(folder / "initial.safetensors"))
 
     def loss(self, pixels: torch.Tensor, labels: torch.Tensor, eval: bool = False) -> torch.Tensor:
-        """Mean cross entropy of a batch."""
+        """Return the mean cross entropy of a batch."""
         self.train(not eval)
         return functional.cross_entropy(self.vit(pixel_values=pixels).logits, labels)
 
     @torch.no_grad()
     def metrics(self, pixels: torch.Tensor, labels: torch.Tensor, eval: bool = False) -> dict[str, Any]:
-        """The loss of a user's rows, where pfl evaluates: before the first round, which is not timed."""
+        """Return the loss on a user's rows. pfl calls this before the first round, which is not timed."""
         return {"loss": Weighted(self.loss(pixels, labels, True).item() * len(labels), len(labels))}
 
 
@@ -55,12 +55,12 @@ class Clock(TrainingProcessCallback):
         self._before = 0.0
 
     def on_train_begin(self, *, model: object) -> Metrics:
-        """From here on rounds are timed."""
+        """Start timing the rounds."""
         self._before = time.perf_counter()
         return Metrics()
 
     def after_central_iteration(self, aggregate_metrics, model, *, central_iteration):  # type: ignore[no-untyped-def]
-        """A round has ended."""
+        """Record the time of the round that just ended."""
         now = time.perf_counter()
         self.seconds.append(now - self._before)
         self._before = now

@@ -1,1 +1,1 @@
-"""Commands for the operator of a federation: provision, members, app, bundle."""
+"""Commands for a federation's operator: provision, server, members, operators, app, bundle."""

@@ -1,7 +1,7 @@
 """`fedveil app`: prints the digest of an app's bundle, or signs it for a run.
 
-A site's policy names app digests, or the signers that it trusts. A signature covers one bundle, in runs of one name,
-until the end of one day in UTC.
+A site policy lists app digests, or the signers that the site trusts. A signature covers one bundle, in runs with one
+name, until the end of its last valid day in UTC.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     digest_parser = actions.add_parser("digest", help="print the SHA-256 of the bundle that `flwr run` would send")
     digest_parser.set_defaults(run=_digest)
-    sign = actions.add_parser("sign", help="print the run.signature for that bundle")
+    sign = actions.add_parser("sign", help="print a run.signature for that bundle")
     sign.add_argument("--key", type=Path, required=True, help='Ed25519 private key: ssh-keygen -t ed25519 -N "" -f key')
     sign.add_argument("--run", required=True, dest="name", metavar="NAME", help="the run.name to sign for")
     sign.add_argument(
@@ -57,7 +57,7 @@ def _sign(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--key: expected an Ed25519 key, found {type(key).__name__}; make one: ssh-keygen -t ed25519"
         )
-    parse({"run.name": args.name})  # a name that a run may have
+    parse({"run.name": args.name})  # raises an error unless it is a valid run name
     print(f'run.name="{args.name}"')
     print(f'run.signature="{run_signature.sign_run(key, args.name, args.until, bundle_digest(args.app))}"')
     return 0

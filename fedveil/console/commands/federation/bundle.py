@@ -1,14 +1,14 @@
-"""`fedveil bundle`: makes or checks an offline bundle, for sites without network.
+"""`fedveil bundle`: makes or checks an offline bundle, for sites without network access.
 
-An offline bundle is a folder with wheels of FedVeil and its dependencies, container images, and their checksums:
+An offline bundle is a folder with wheels for FedVeil and its dependencies, container images, and their checksums:
 
-    fedveil bundle make FOLDER         with a network: collects everything in a new folder
-    fedveil bundle checksums FOLDER    writes requirements.txt and SHA256SUMS of FOLDER, after a change
-    fedveil bundle verify FOLDER       at the site: reports files that are missing, changed, or not listed
+    fedveil bundle make FOLDER         with network access: collects everything in a new folder
+    fedveil bundle checksums FOLDER    rewrites requirements.txt and SHA256SUMS in FOLDER after a change
+    fedveil bundle verify FOLDER       at the site: reports missing, changed and unlisted files
 
-A site checks the folder before it installs from it, with `sha256sum -c SHA256SUMS`, and compares the SHA-256 of
-SHA256SUMS with the maker by telephone. `verify` is a program of the bundle itself: it finds copying errors and
-files that are not listed, but no forgery.
+Before it installs from the folder, a site checks it with `sha256sum -c SHA256SUMS`, and compares the SHA-256 of
+SHA256SUMS with the bundle's maker by phone. `verify` is part of the software in the bundle, so it finds copying errors
+and unlisted files, but not forgery.
 """
 
 from __future__ import annotations

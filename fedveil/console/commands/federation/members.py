@@ -1,9 +1,9 @@
 """`fedveil members`: adds sites; registers, renews and revokes keys.
 
-A change goes to Flower first and to the registry after that, so both agree. Flower is reached with its command line,
-at the control port of this machine. `--offline` changes only the registry, for a server whose database is lost or does
-not exist yet; `fedveil members sync` then brings Flower in line with the registry. Of two commands at once, the second
-waits for the first. `list` and `roster` change nothing, but write signers.json again if it is missing or differs.
+A change goes to Flower first and then to the registry, so both agree. The commands reach Flower through its CLI,
+at this machine's control port. `--offline` changes only the registry, for a server whose database is lost or does
+not exist yet; `fedveil members sync` then brings Flower in line with the registry. If two commands run at once, the
+second waits for the first. `list` and `roster` change nothing, but rewrite signers.json if it is missing or outdated.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ from fedveil.records.atomic_files import write_atomic
 from fedveil.sanitize import sanitize
 
 _SOON = timedelta(days=30)
-_SEEN = "/roster/roster.json"  # read by the process that runs apps, in the compose file's containers
+_SEEN = "/roster/roster.json"  # where the process that runs apps reads it, in the compose file's containers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    listed = actions.add_parser("list", help="list sites with state and last day; exit code 1 if a day is near or past")
+    listed = actions.add_parser(
+        "list", help="list sites, states and expiry dates; exit code 1 if a date is near or past"
+    )
     listed.set_defaults(run=_list)
     add = actions.add_parser("add", help="add a site and write its start-up kit")
     add.set_defaults(run=_changing(_add))
-    kit = actions.add_parser(
-        "kit", help="write a site's start-up kit again, with the server's current instruction keys"
-    )
+    kit = actions.add_parser("kit", help="rewrite a site's start-up kit with the server's current instruction keys")
     kit.set_defaults(run=_changing(_kit))
-    register = actions.add_parser("register", help="register a site's keys from the request made by fedveil site init")
+    register = actions.add_parser("register", help="register a site's keys from its request.json")
     register.set_defaults(run=_changing(_register))
     revoke = actions.add_parser("revoke", help="revoke a site's key permanently")
     revoke.set_defaults(run=_changing(_revoke))
-    expire = actions.add_parser("expire", help="expire every key past its last day; meant for a daily timer")
+    expire = actions.add_parser("expire", help="expire every key past its expiry date; meant for a daily timer")
     expire.set_defaults(run=_changing(_expire))
     sync = actions.add_parser("sync", help="bring Flower's registered keys in line with the registry")
     sync.set_defaults(run=_changing(_sync))
     roster = actions.add_parser("roster", help="write the sites' signing keys to a file and print their digest")
     roster.set_defaults(run=_roster)
-    address = actions.add_parser("address", help="print the server's address, and which kits have it")
+    address = actions.add_parser("address", help="print the server's address, and which kits contain it")
     address.set_defaults(run=_address)
-    renew = actions.add_parser("renew-server", help="issue a new key and certificate for the server from the same CA")
+    renew = actions.add_parser("renew-server", help="issue a new server key and certificate from the same CA")
     renew.set_defaults(run=_changing(_renew))
     instruction = actions.add_parser(
-        "renew-instruction-key", help="sign with the standby key from now on, draw a new one, and write all kits again"
+        "renew-instruction-key", help="switch to the standby key, generate a new standby key, and rewrite all kits"
     )
     instruction.set_defaults(run=_changing(_renew_instruction_key))
     require = actions.add_parser(
-        "require-signatures", help="count only signed replies; refused while a registered site cannot sign"
+        "require-signatures", help="count only signed replies; refused while any registered site cannot sign"
     )
     require.set_defaults(run=_changing(_require_signatures))
     for action in (listed, add, kit, register, revoke, expire, sync, roster, address, renew, instruction, require):
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for action in (add, kit):
         action.add_argument("site", metavar="SITE", help="the site's name")
-    register.add_argument("request", type=Path, help="request.json")
+    register.add_argument("request", type=Path, help="the request.json that fedveil site init wrote")
     register.add_argument(
         "--fingerprint", required=True, help="SHA256:..., as the site read it to you; - skips the comparison"
     )
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     renew.add_argument("--ca-key", type=Path, help="path of ca.key if it is no longer in the folder")
     instruction.add_argument(
         "--standby-key", type=Path, metavar="PATH",
-        help="instruction-standby.key, if it is no longer in the folder; the command removes it there",
+        help="path of instruction-standby.key if it is no longer in the folder; the command deletes it there",
     )  # fmt: skip
     for action in (register, revoke, expire):
         action.add_argument(
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _changing(act: Callable[[argparse.Namespace, SiteRegistry], int]) -> Callable[[argparse.Namespace], int]:
-    """Return the action with the folder's registry, which no other command can change until the action ends."""
+    """Return the action bound to the folder's registry, which stays locked until the action ends."""
 
     def run(args: argparse.Namespace) -> int:
         with SiteRegistry.locked(args.folder) as members:
@@ -97,12 +97,12 @@ def _changing(act: Callable[[argparse.Namespace, SiteRegistry], int]) -> Callabl
 
 
 def _asking(act: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """Run an action that queries the server. Raises ServerUnreachableError with advice for an unreachable server."""
+    """Run an action that queries the server. Raises ServerUnreachableError, with advice, if it cannot be reached."""
     try:
         return act(args)
     except ServerUnreachableError:
         raise ServerUnreachableError(
-            f"members: expected the server of {args.folder} to be running, but it does not answer; start it with "
+            f"members: expected the server of {args.folder} to be running, but it doesn't answer; start it with "
             f"fedveil server start {args.folder}, or change only the registry with --offline and run fedveil members "
             f"sync {args.folder} once the server runs"
         ) from None
@@ -128,12 +128,12 @@ def _list(args: argparse.Namespace) -> int:
 
 def _add(args: argparse.Namespace, members: SiteRegistry) -> int:
     federation = members.with_site(args.site)
-    read_certificate(args.folder / "server" / "ca.crt")  # before keys are created for a folder without a certificate
+    read_certificate(args.folder / "server" / "ca.crt")  # fail before creating keys if there is no certificate
     keys = instruction_keys.ensure_keys(members)
     file = _write_kit(args.folder, federation, args.site, keys)
     members.add(args.site, signs=True)
     print(f"{args.site}: added; the start-up kit is {file}")
-    print(f"instruction keys in it, to be confirmed by telephone: {_fingerprint(keys)}")
+    print(f"instruction keys in it, to be confirmed by phone: {_fingerprint(keys)}")
     print(
         f"next: send the kit to the site, then run fedveil members register {args.folder} request.json "
         "--fingerprint SHA256:..., as the site reads it to you"
@@ -149,17 +149,17 @@ def _kit(args: argparse.Namespace, members: SiteRegistry) -> int:
     members.mark_signing(args.site)
     print(f"{args.site}: the start-up kit is {file}")
     print(f"instruction keys in it: {_fingerprint(keys)}")
-    print(f"a site that has a kit takes only {INSTRUCTION_KEYS} from it: {_trust(keys)}")
+    print(f"a site that already has a kit takes only {INSTRUCTION_KEYS} from the new one: {_trust(keys)}")
     if new:
-        print(f"{args.site}: from now on its replies must be signed: have it do so before the next run")
+        print(f"{args.site}: its replies must be signed from now on; have the site set this up before the next run")
         _remind_of_start(args.folder)
     return 0
 
 
 def _write_kit(folder: Path, federation: FederationFile, site: str, keys: InstructionKeys) -> Path:
-    """Write a site's kit and return its file. Raises ConfigError for a missing certificate."""
+    """Write a site's kit and return its path. Raises ConfigError if the certificate is missing."""
     ca = folder / "server" / "ca.crt"
-    read_certificate(ca)  # there, or an error that names it
+    read_certificate(ca)  # raises an error that names it if it is missing
     file = folder / "kits" / f"{site}.tar.gz"
     file.parent.mkdir(mode=0o700, exist_ok=True)
     startup_kit.write_kit(file, federation, site, ca.read_bytes(), keys)
@@ -167,7 +167,7 @@ def _write_kit(folder: Path, federation: FederationFile, site: str, keys: Instru
 
 
 def _trust(keys: InstructionKeys) -> str:
-    """Return the command with which a site takes these keys."""
+    """Return the command that a site runs to trust these keys."""
     return f"fedveil site trust NEW-FILE --kit . --fingerprint {_fingerprint(keys)}"
 
 
@@ -176,7 +176,7 @@ def _fingerprint(keys: InstructionKeys) -> str:
 
 
 def _remind_of_start(folder: Path) -> None:
-    print(f"a running server signs after its next start: fedveil server start {folder}")
+    print(f"a server that is running now signs only after a restart: fedveil server start {folder}")
 
 
 def _renew_instruction_key(args: argparse.Namespace, members: SiteRegistry) -> int:
@@ -188,26 +188,26 @@ def _renew_instruction_key(args: argparse.Namespace, members: SiteRegistry) -> i
     for site in sites:
         _write_kit(args.folder, members.federation, site, keys)
         members.mark_signing(site)
-    what = "the standby key signs from the next run on" if had_keys else "drawn, because this folder had none"
+    what = "the standby key signs from the next run on" if had_keys else "generated, because this folder had none"
     print(f"{instruction_key_files.current_file(args.folder)}: {what}")
     print(f"{instruction_key_files.standby_file(args.folder)}: the new standby key; move it to a safe place")
-    print(f"{args.folder / 'kits'}: {len(sites)} kits written again")
-    print(f"next: send each site {INSTRUCTION_KEYS} of its kit, and read it the fingerprint by telephone; there:")
+    print(f"{args.folder / 'kits'}: {len(sites)} kits rewritten")
+    print(f"next: send each site the {INSTRUCTION_KEYS} from its kit, and read it the fingerprint by phone; it runs:")
     print(f"      {_trust(keys)}")
     if had_keys:
-        print("a site accepts the old key until it has done so; with the old file it also accepts the new one")
+        print("until then a site accepts the old key, and, with the old file, the new one too")
     if first:
-        print(f"from now on the replies of {', '.join(first)} must be signed: have them do so before the next run")
+        print(f"from now on, replies from {', '.join(first)} must be signed; have them set this up before the next run")
         _remind_of_start(args.folder)
     return 0
 
 
 def _require_signatures(args: argparse.Namespace, members: SiteRegistry) -> int:
     members.require_signatures()
-    print(f"{args.folder}: the server counts only signed replies, and asks no site that does not sign")
+    print(f"{args.folder}: the server counts only signed replies, and doesn't ask sites that do not sign")
     for site, entry in sorted(members.sites.items()):
         if entry["state"] != "registered" and not members.signs(site):
-            print(f"{site}: {entry['state']}; before it registers, it needs the kit of fedveil members kit")
+            print(f"{site}: {entry['state']}; before it registers, it needs a kit from fedveil members kit")
     return 0
 
 
@@ -217,7 +217,7 @@ def _remark(ends: datetime, now: datetime) -> str:
 
 def _register(args: argparse.Namespace, members: SiteRegistry) -> int:
     ca = args.folder / "server" / "ca.crt"
-    read_certificate(ca)  # there, or an error that names it
+    read_certificate(ca)  # raises an error that names it if it is missing
     asked = enrollment.check_request(args.request, members.federation.name, ca.read_bytes())
     site = asked.site
     before = members.entry(site).get("signing", "")
@@ -228,7 +228,7 @@ def _register(args: argparse.Namespace, members: SiteRegistry) -> int:
     members.require_new_signing(site, asked.signing)
     if args.fingerprint not in ("-", asked.fingerprint):
         raise ConfigError(
-            # Not the request's own fingerprint: the user would copy it from here instead of asking by telephone.
+            # Don't print the request's own fingerprint: the user would copy it instead of asking the site by phone.
             f"--fingerprint: expected the fingerprint of the keys in {args.request}, found a different one: "
             f"{sanitize(args.fingerprint, 100)}; have the site read out the one that its fedveil site init printed, "
             "and do not register this request if it still differs"
@@ -240,9 +240,7 @@ def _register(args: argparse.Namespace, members: SiteRegistry) -> int:
     members.register(site, asked.key, node, signing=asked.signing)
     print(f"{site}: registered, keys {asked.fingerprint}, until {members.sites[site]['until'][:10]}")
     if before != asked.signing:
-        print(
-            f"its signing key is new: run fedveil members roster {args.folder}, and have the sites compare the digest"
-        )
+        print(f"its signing key is new: run fedveil members roster {args.folder}, and have the sites compare digests")
     return 0
 
 
@@ -263,12 +261,12 @@ def _roster(args: argparse.Namespace) -> int:
         )
     out = args.out or roster_file(args.folder)
     write_atomic(out, SigningKeyRoster(signing_keys=keys_).to_bytes())
-    seen = "" if args.out else f", in containers {_SEEN}"
-    print(f"{out}: {len(keys_)} sites; for secure.roster of the run config{seen}")
+    seen = "" if args.out else f" (in containers: {_SEEN})"
+    print(f"{out}: {len(keys_)} sites; set secure.roster in the run config to this file{seen}")
     print(
-        "each site checks its own key above (fedveil doctor shows it there); then the sites read the next line to each"
+        "each site checks its own key above (fedveil doctor shows it there); then the sites read the last line to each"
     )
-    print("other, not through the server, and put it into their site-policy.toml:")
+    print("other, bypassing the server, and put it in their site-policy.toml:")
     print(f'roster = "{roster_digest(keys_)}"')
     return 0
 
@@ -291,7 +289,7 @@ def _expire(args: argparse.Namespace, members: SiteRegistry) -> int:
         members.end(site, "expired")
         print(f"{site}: expired; make a new key at the site with fedveil site init --renew")
     if not over:
-        print("no key is past its last day")
+        print("no key is past its expiry date")
     return 0
 
 
@@ -306,22 +304,22 @@ def _sync(args: argparse.Namespace, members: SiteRegistry) -> int:
     for site, entry in sorted(members.sites.items()):
         if (entry["state"] in ("revoked", "expired") or site in over) and entry.get("node") in known:
             flower.unregister(entry["node"])
-            print(f"{site}: {entry['state']}, and now unregistered from Flower too")
+            print(f"{site}: {entry['state']}, and now also unregistered from Flower")
     return 0
 
 
 def _renew(args: argparse.Namespace, members: SiteRegistry) -> int:
     issue_certificate(args.folder, members.federation, args.ca_key)
     print(
-        f"{args.folder / 'server'}: new server.pem and server.key; restart the SuperLink, sites reconnect by themselves"
+        f"{args.folder / 'server'}: new server.pem and server.key; restart the SuperLink; sites reconnect on their own"
     )
     return 0
 
 
 def _address(args: argparse.Namespace) -> int:
-    """Print the server's address and, for each site, what it must do to use it."""
+    """Print the server's address, and each kit's address with the command that updates an outdated kit."""
     members = SiteRegistry(args.folder)
-    print(f"{members.federation.superlink}: the address in the kits; names in the certificate: "
+    print(f"{members.federation.superlink}: the address for the kits; names in the certificate: "
           f"{', '.join(members.federation.server)}")  # fmt: skip
     for site, entry in sorted(members.sites.items()):
         if entry["state"] not in ("registered", "invited"):
@@ -331,8 +329,8 @@ def _address(args: argparse.Namespace) -> int:
         if named == members.federation.superlink:
             print(f"{site}: its kit {kit} has this address")
         else:
-            again = f"write it again: fedveil members kit {args.folder} {site}"
-            print(f"{site}: its kit {kit} has {named or 'none'}; {again}")
+            again = f"rewrite it: fedveil members kit {args.folder} {site}"
+            print(f"{site}: its kit {kit} has {named or 'no address'}; {again}")
     print(startup_kit.ADDRESS_AT_SITE)
     return 0
 

@@ -1,13 +1,13 @@
 """`fedveil provision`: makes certificates and a start-up kit for each site.
 
-From a federation.toml it makes one folder: a certificate authority, the server's own folder, and the kits.
-The smallest:
+From a federation.toml it makes one folder, which holds a certificate authority, the server's folder and the kits.
+The smallest federation.toml:
 
     name = "pilot"
     server = ["fl.example.org"]     # how sites reach the server
     sites = ["north", "south"]
 
-docs/deploy/provision.md has the other keys: ports, days, image, signatures.
+docs/deploy/provision.md lists the other keys, such as ports, days, image and signatures.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fedveil.console.provisioning.federation_folder import (
 from fedveil.console.provisioning.operator_registry import OperatorRegistry
 from fedveil.errors import ConfigError
 
-_CA_LASTS = 3  # times the validity of the server's certificate
+_CA_LASTS = 3  # times as long as the server certificate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,10 +59,10 @@ def run(args: argparse.Namespace) -> int:
         partial.replace(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    print(f"{out}: certificates, the server's folder and {len(federation.sites)} kits under kits/")
+    print(f"{out}: certificates, the server's folder, and {len(federation.sites)} kits in kits/")
     members = SiteRegistry(out)
     fingerprint = instruction_key_files.keys_fingerprint(members.federation_id, members.instruction_keys)
-    print(f"instruction keys, to be confirmed with each site by telephone: {fingerprint}")
+    print(f"instruction keys, to be confirmed with each site by phone: {fingerprint}")
     print(
         f"next: move {out / 'ca' / 'ca.key'} and instruction-standby.key in that folder to a safe place, start the "
         f"server (fedveil server start {out}, or docs/deploy/provision.md),"
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def provision_federation(folder: Path, federation: FederationFile, final: Path) -> None:
-    """Write all files of a new federation to `folder`, which is later moved to `final`."""
+    """Write all of a new federation's files to `folder`, which is later moved to `final`."""
     for name in ("ca", "server", "server/flower", "server/instruct", "server/roster", "kits", "registry"):
         (folder / name).mkdir(mode=0o700, parents=True)
     folder.chmod(0o700)

@@ -1,10 +1,10 @@
 """`fedveil server`: starts a federation's server from its folder, or renames it.
 
-A server is Flower's SuperLink, with FedVeil's checks in front, and the SuperExec that runs apps. Ports, certificates
-and members come from the folder made by fedveil provision. In containers, the folder's compose file does the same.
+A server is Flower's SuperLink, behind FedVeil's checks, plus the SuperExec that runs apps. Ports, certificates
+and members come from the folder made by fedveil provision. With containers, use the folder's compose file instead.
 
-A folder can be moved to another place or machine. If sites then reach the server by another name, `rename` issues a
-certificate for it and writes the kits again with the new address.
+A folder can be moved, also to another machine. If sites then reach the server under another name, `rename` issues a
+certificate for that name and rewrites the kits with the new address.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--listen", metavar="HOST:PORT", help="address for sites; default: all addresses of this machine, on fleet-port"
     )
     start.add_argument(
-        "--state-dir", type=Path, metavar="FOLDER", help="folder of the database and logs; default: server in FOLDER"
+        "--state-dir", type=Path, metavar="FOLDER", help="folder for the database and logs; default: server in FOLDER"
     )
     start.set_defaults(run=_start)
     rename = actions.add_parser(
-        "rename", help="name the server as sites reach it from now on: a new certificate, and kits with the new address"
+        "rename", help="change the name under which sites reach the server: new certificate, kits with the new address"
     )
     rename.add_argument("folder", type=Path, help="the folder made by fedveil provision")
     rename.add_argument("name", nargs="+", metavar="NAME", help="a host name or address; the kits use the first")
     rename.add_argument(
-        "--only", action="store_true", help="drop the names so far; without it the certificate keeps them"
+        "--only", action="store_true", help="drop the previous names; by default, the certificate keeps them"
     )
     rename.add_argument("--ca-key", type=Path, help="path of ca.key if it is no longer in the folder")
     rename.set_defaults(run=_rename)
@@ -49,16 +49,16 @@ def _start(args: argparse.Namespace) -> int:
 def _rename(args: argparse.Namespace) -> int:
     with SiteRegistry.locked(args.folder) as members:
         federation = members.with_server(args.name, args.only)
-        issue_certificate(args.folder, federation, args.ca_key)  # before the registry: it may be refused
+        issue_certificate(args.folder, federation, args.ca_key)  # may be refused, so before the registry changes
         members.rename_server(federation)
         keys, ca = instruction_keys.pinned_keys(members), (args.folder / "server" / "ca.crt").read_bytes()
-        # A kit names the instruction keys; a site that has none yet gets them with fedveil members kit.
+        # A kit lists the instruction keys; a site whose kit has none yet gets them with fedveil members kit.
         sites = [site for site in sorted(members.sites) if members.signs(site)]
         (args.folder / "kits").mkdir(mode=0o700, exist_ok=True)
         for site in sites:
             startup_kit.write_kit(args.folder / "kits" / f"{site}.tar.gz", federation, site, ca, keys)
     print(f"{args.folder / 'server'}: new server.pem and server.key for {', '.join(federation.server)}")
-    print(f"{args.folder / 'kits'}: {len(sites)} kits written again with {federation.superlink}")
+    print(f"{args.folder / 'kits'}: {len(sites)} kits rewritten with {federation.superlink}")
     print(f"next: restart the server (fedveil server start {args.folder}) and send each site its kit")
     print(startup_kit.ADDRESS_AT_SITE)
     return 0

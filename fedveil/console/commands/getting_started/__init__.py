@@ -1,1 +1,1 @@
-"""Commands to try FedVeil and to measure it: demo, bench, methods."""
+"""Commands for getting started: demo, methods, completion."""

@@ -27,7 +27,7 @@ _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("shell", choices=("bash", "zsh"), help="the shell that gets the completions")
+    parser.add_argument("shell", choices=("bash", "zsh"), help="the shell to complete for")
     parser.set_defaults(run=run)
 
 
@@ -43,7 +43,7 @@ def completion_script(known: Mapping[str, list[str]]) -> str:
         f'    "{key}") words="{" ".join(candidates)}" ;;' for key, candidates in known.items() if " " in key or not key
     ]
     for key, candidates in known.items():
-        if key and " " not in key:  # after those with an action, because a command's second word may be anything
+        if key and " " not in key:  # after the keys with an action, because a command's second word may be anything
             cases.append(f'    "{key}"|"{key} "*) words="{" ".join(candidates)}" ;;')
     return _BASH.format(cases="\n".join(cases))
 

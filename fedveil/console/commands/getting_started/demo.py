@@ -1,8 +1,8 @@
 """`fedveil demo`: runs methods side by side on this machine, and attacks each one.
 
-It starts one SuperLink and a SuperNode per site, with TLS and node authentication. It writes a report and a picture of
-quality, bytes sent, and what an attacker could learn, and leaves no process behind. With the defaults it takes some
-minutes on two cores. "+secure" after a method adds secure aggregation, "+dp" adds noise with epsilon 8.
+It starts one SuperLink and one SuperNode per site, with TLS and node authentication. It writes a report and a chart of
+quality, bytes sent, and what an attacker could learn, and leaves no processes behind. With the defaults it takes a few
+minutes on two cores. Appending "+secure" to a method adds secure aggregation; "+dp" adds noise with epsilon 8.
 
     fedveil demo
     fedveil demo --methods fedavg,ffa_lora,fedpara+secure --rounds 6
@@ -44,21 +44,21 @@ if TYPE_CHECKING:
 
 RUN_TIMEOUT = 1800.0
 _LEAST_SUMMED = 3  # secure.min-sites, by default
-# Keys that `_run_arm` sets, or that would undo what it sets, and what to do about them.
+# Keys that `_run_arm` sets, or that would undo its settings, with advice for the user.
 _OWN = {
     "method.name": "name methods with --methods",
     "run.dir": "name a folder with --out",
-    "run.name": "a run has its method's name; name a folder with --out",
-    "run.rounds": "give --rounds",
+    "run.name": "a run is named after its method; name a folder with --out",
+    "run.rounds": "use --rounds",
     "run.resume": "the demo always starts new runs; leave it out",
-    "cohort.sites": "give --sites",
+    "cohort.sites": "use --sites",
     "cohort.min-sites": "the demo's quorum is 2; leave it out",
 }
 
 
 @dataclass(frozen=True)
 class DemoRun:
-    """One run of the demo: a method, perhaps with a defense."""
+    """One demo run: a method, optionally with a defense."""
 
     method: str
     defense: str = ""
@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run each method in one federation and attack each run; write the picture, summary.json and report.html."""
+    """Run all methods in one federation and attack each run; write the chart, summary.json and report.html."""
     given = parse_overrides(None, args.set)
     arms, settings, noise, notes = _arms(args.methods, args.sites), {**SETTINGS, **given}, dict[str, Any](), list[str]()
     if given:
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads must not spin on cores that others need
     console, out, started = make_console(), _writable(args.out.absolute()), time.monotonic()
     if old := [arm.name for arm in arms if (out / arm.name / "status.json").is_file()]:
-        console.print(f"{out} has runs of an earlier demo, which this one replaces: {', '.join(old)}", soft_wrap=True)
+        console.print(f"This demo replaces an earlier demo's runs in {out}: {', '.join(old)}", soft_wrap=True)
     speaks = flower.installed_release().speaks
     console.print(f"Starting one SuperLink and {args.sites} SuperNodes: {speaks}, TLS, node authentication")
     for note in notes:
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     measured: list[Future[DemoMeasurements]] = []
     # A run is attacked while the next run waits for its processes.
     with _aside(console, measured) as aside, federation:
-        console.print(f"All {args.sites} sites online after {time.monotonic() - started:.1f} s")
+        console.print(f"All {args.sites} sites are online after {time.monotonic() - started:.1f} s")
         if words := _drawn(args.sites, float(settings.get("cohort.fraction", 1.0))):
             console.print(words, soft_wrap=True)
         left_by.remove_demo_files(out)
@@ -139,15 +139,15 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _aside(console: Console, begun: Sequence[Future[DemoMeasurements]]) -> Iterator[ThreadPoolExecutor]:
-    """Provide a thread for the attacks. If the demo is interrupted, it says so, waits for the current attack (which
-    cannot be stopped), and starts no other."""
+    """Provide a thread for the attacks. If the demo is interrupted, print a note, wait for the current attack (which
+    cannot be stopped), and start no more."""
     pool = ThreadPoolExecutor(1)
     try:
         yield pool
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         if any(attack.running() for attack in begun):
-            console.print("The federation has stopped; waiting for a running attack to end, about a minute")
+            console.print("The federation has stopped; waiting about a minute for the current attack to finish")
         raise
     finally:
         pool.shutdown()
@@ -177,8 +177,8 @@ def _run_arm(
 
 
 def _drawn(sites: int, fraction: float) -> str:
-    """Return a note on how many sites each round samples; "" if every site is in every round."""
-    drawn = math.ceil(round(fraction * sites, 9))  # as federation/aggregation_rules.py, which needs torch
+    """Return a note on how many sites each round samples; "" if every round includes all sites."""
+    drawn = math.ceil(round(fraction * sites, 9))  # same as federation/aggregation_rules.py, which needs torch
     if drawn == sites:
         return ""
     return (
@@ -193,8 +193,8 @@ def _explain(federation: LocalDeployment, run: int, method: str, ended: RunOutco
         if reason := federation.last_error(site):
             print(f"{site}: {sanitize(reason)}", file=sys.stderr)
     print(f"All logs are in {out / 'logs'}", file=sys.stderr)
-    if not federation.status(run).get("reason"):  # otherwise its reason was printed; Flower's traceback adds none
-        print("The ServerApp's last lines:", file=sys.stderr)
+    if not federation.status(run).get("reason"):  # otherwise the reason was printed, and the log adds nothing to it
+        print("Last lines of the ServerApp's log:", file=sys.stderr)
         print("\n".join(map(sanitize, federation.server_log(run).splitlines())), file=sys.stderr)
 
 
@@ -221,20 +221,20 @@ def _results(console: Console, out: Path, arms: list[DemoRun], measured: list[Fu
         except FedVeilError as error:  # the trained models are still worth showing
             console.print(f"{arm.name}: not attacked: {sanitize(error)}", soft_wrap=True)
     demo_report.write_comparisons(attacked)
-    for folder in attacked:  # the run's own card was written before its attack
+    for folder in attacked:  # the run wrote its card before the attack
         card_update.rewrite_card(runs.load_run(folder), DeclaredFacts())
     demo_report.write_demo_report(out, demo_runs)
     console.print(summary.summary_table(demo_runs))
     for line in demo_report.summary_sentences(demo_runs):
         console.print(line, style="bold", soft_wrap=True)
     picture = out / left_by.PICTURE
-    drawn = picture if picture.is_file() else "none: it compares runs whose attack results can be judged"
+    drawn = picture if picture.is_file() else "none, because no attack results could be judged"
     console.print(f"Picture: {drawn}\nReport:  {out / 'report.html'}", soft_wrap=True)
     console.print(f"Summary: {out / 'summary.json'}", soft_wrap=True)
 
 
 def _writable(out: Path) -> Path:
-    """Return the folder, created if necessary. Raises ConfigError if runs cannot be written to it."""
+    """Return the folder, creating it if necessary. Raises ConfigError if runs cannot be written to it."""
     problem = ""
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -248,13 +248,13 @@ def _writable(out: Path) -> Path:
 
 
 def _forget(folder: Path) -> None:
-    """Remove an earlier demo's run folder; any other folder is kept, and the run then refuses to use it."""
+    """Remove an earlier demo's run folder; any other folder is kept, and the new run then refuses to use it."""
     if (folder / "status.json").is_file():
         shutil.rmtree(folder)
 
 
 def _arms(text: str, sites: int) -> list[DemoRun]:
-    """Return the runs, checked against the names of all methods without importing them."""
+    """Return the runs, after checking their names against all methods, without importing any."""
     known = strategies.list_methods()
     parts = [name.strip().partition("+") for name in text.split(",") if name.strip()]
     arms = [DemoRun(method, defense) for method, _, defense in parts]
@@ -283,7 +283,7 @@ def _check_keys(settings: Mapping[str, Any]) -> None:
 def _planned(
     arms: Sequence[DemoRun], given: Mapping[str, Any], settings: Mapping[str, Any], sites: int, rounds: int
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Return the settings of all arms, the noise of those with "+dp", and notes about them."""
+    """Return the settings for all arms, the extra noise settings for "+dp" arms, and notes for the user."""
     from fedveil.console import demo_plan  # imports torch, so only if there is something to plan
 
     has_noise = any(arm.defense == "dp" for arm in arms)
@@ -292,7 +292,7 @@ def _planned(
 
 
 def _check(arms: list[DemoRun], settings: dict[str, Any]) -> None:
-    """Raise an error for anything the ServerApp would refuse, before any process is started."""
+    """Raise an error for anything the ServerApp would refuse, before starting any process."""
     from fedveil import tasks  # imports torch, so only if there is something to check
     from fedveil.privacy.guarantee_source import check_guarantee
     from fedveil.server_app.evaluation import ModelSelection

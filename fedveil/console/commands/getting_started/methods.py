@@ -1,6 +1,6 @@
-"""`fedveil methods`: lists the methods, or shows one in full.
+"""`fedveil methods`: lists all methods, or shows one in detail.
 
-In full: its equations, what each side learns, its fields, and its messages.
+The details are a method's equations, what each side learns, its parameters, and its messages.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from fedveil.contract.privacy import PrivacyGuarantee
 from fedveil.plugins import find_entry_point, load_entry_point
 
 _FP32 = 4  # bytes
-_COLUMNS = "fedveil.method_columns"  # the group of entry points
+_COLUMNS = "fedveil.method_columns"  # the entry-point group
 _NO_FIGURES = (
-    'no column "measured": fedveil-bench is not installed; in a checkout `make bench` installs it, and docs/results.md '
+    'no column "measured", because fedveil-bench is not installed (in a checkout: `make bench`); docs/results.md '
     "has the figures"
 )
 _COMPARED = (
-    "down, up: the largest size of a message's fields in any round, in % of the trained tensors in fp32, for a small "
-    "model. Details of one method: fedveil methods NAME"
+    "down, up: the largest total size of a message's fields in any round, as % of the fp32 trained tensors of a small "
+    "model. For details on a method: fedveil methods NAME"
 )
 
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("name", nargs="?", help="a method's name")
     parser.add_argument(
-        "--table", action="store_true", help="compare all methods: what is shared and stays, guarantee, bytes, figures"
+        "--table", action="store_true", help="compare all methods: what is shared and kept, guarantee, bytes, figures"
     )
     parser.set_defaults(run=run)
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.name is None:
         console.print(_list())
-        console.print("Details of one method: fedveil methods NAME")
+        console.print("For details on a method: fedveil methods NAME")
         return 0
     _show(console, args.name)
     return 0
@@ -76,10 +76,10 @@ def _list() -> Table:
 
 
 def _installed_columns() -> dict[str, tuple[Mapping[str, str], str]]:
-    """Return the installed packages' columns on methods: for each column name, its cells by title and a caption.
+    """Return the installed packages' table columns: for each column name, its cells by method title, and a caption.
 
     Raises:
-        ConfigError: two packages provide the same column, or one does not load.
+        ConfigError: two packages provide the same column, or one fails to load.
     """
     columns = {}
     for name in sorted({point.name for point in entry_points(group=_COLUMNS)}):
@@ -89,9 +89,9 @@ def _installed_columns() -> dict[str, tuple[Mapping[str, str], str]]:
 
 
 def _compared(columns: Mapping[str, Mapping[str, str]]) -> Table:
-    """Return a table with one row per method: what each side has, the guarantee, message sizes, and more columns.
+    """Return a table with one row per method: what each side gets, the guarantee, message sizes, and `columns`.
 
-    `columns`: for each column name, its cells by method title.
+    `columns` maps each column name to its cells by method title.
     """
     table = Table(show_lines=True)
     table.add_column("method", min_width=max(map(len, strategies.list_methods())))
@@ -119,18 +119,18 @@ def _compared(columns: Mapping[str, Mapping[str, str]]) -> Table:
 
 
 def shared_and_kept(words: str) -> tuple[str, str]:
-    """Return what a client shares and what it keeps, as stated on its page and in docs/methods.md."""
+    """Return what a client shares and what it keeps, as stated on the method's page and in docs/methods.md."""
     return _sentence(words, "A client shares: "), _sentence(words, "A client keeps: ")
 
 
 def _sentence(words: str, head: str) -> str:
-    """Return the sentence after `head`; "see its page" if a method from another package has none."""
+    """Return the sentence after `head`, or "see its page" for a method from another package without this sentence."""
     match = re.search(re.escape(head) + r"(.{1,300}?)(?=\. |\.$|$)", words)
     return match[1] if match else "see its page"
 
 
 def _part(layout: MessageLayout, direction: Direction, dense: int) -> str:
-    """Return the bytes of a message's largest variant, in percent of all trained tensors in fp32."""
+    """Return the size of a message's largest variant, as a percentage of all trained tensors in fp32."""
     sizes: dict[str, int] = {}
     for field in layout.fields:
         if field.direction == direction:

@@ -1,1 +1,1 @@
-"""Runs: submit, watch, report, audit."""
+"""Commands for runs, such as submit, watch, report and audit."""

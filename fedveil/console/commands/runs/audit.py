@@ -1,18 +1,18 @@
-"""`fedveil audit`: attacks a run on its own captured messages, with controls.
+"""`fedveil audit`: attacks a run's captured messages, with controls.
 
-The run must have captured its messages (run.capture-messages = true). The auditor needs the examples that
-the sites trained on, and examples of the same distribution that none of them had. An attack counts only if
-it wins against the overfitted control and loses against two others: the untrained control, and the one
-trained on other examples. Verdicts are corrected for their number. The result goes to RUN/audit.json, which
-`fedveil report` shows. Skipped attacks are listed with the reason. --minutes tries the cheapest attacks
-first; --fail-above makes the audit a gate.
+The run must have captured its messages (run.capture-messages = true). The auditor needs the examples that the
+sites trained on, and examples from the same distribution that none of them had. An attack counts only if it succeeds
+on the overfitted control and fails on two others: the untrained control, and the control trained on other examples.
+Verdicts are corrected for multiple testing. The result goes to RUN/audit.json, which `fedveil report` shows. Skipped
+attacks are listed with the reason. With --minutes, the cheapest attacks run first; --fail-above turns the audit into
+a gate.
 
 | exit code | with --fail-above X |
 |---|---|
-| 0 | every model and upload was attacked, controls hold, and no lower bound is above X; without the option always |
+| 0 | every model and upload was attacked, controls hold, and no lower bound is above X; always without the option |
 | 1 | a lower bound is above X |
-| 2 | an error: nothing was audited |
-| 3 | it cannot tell: controls fail, or the time was too short |
+| 2 | an error occurred, and nothing was audited |
+| 3 | inconclusive: controls failed, or there was too little time |
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the sites' examples, split as in the run config, sites sorted by name (default: task.data)",
     )
     parser.add_argument(
-        "--site", action="append", default=[], metavar="NAME=FOLDER", help="the examples of one site, instead of --data"
+        "--site", action="append", default=[], metavar="NAME=FOLDER", help="one site's examples, instead of --data"
     )
     parser.add_argument(
         "--non-members",
         type=Path,
         metavar="FOLDER",
-        help="similar examples that no site has (default: those beyond task.examples-per-site, else the split test)",
+        help="similar examples that no site has (default: those beyond task.examples-per-site, else the test split)",
     )
     parser.add_argument(
         "--max-rows",
         type=int,
         default=300,
         metavar="N",
-        help="maximum number of members, and of non-members (default: 300)",
+        help="maximum number of members, and likewise of non-members (default: 300)",
     )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed for sampling and the bootstrap (default: 0)"
@@ -60,13 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--minutes",
         type=float,
         metavar="N",
-        help="start no attack after N minutes; controls are trained regardless (default: no limit)",
+        help="start no new attack after N minutes; controls are trained regardless (default: no limit)",
     )
     parser.add_argument(
         "--fail-above",
         type=float,
         metavar="X",
-        help="exit with code 1 if the lower bound of a figure is above X, with 3 if the audit cannot tell",
+        help="exit with code 1 if the figure's lower bound is above X, or 3 if the audit is inconclusive",
     )
     parser.add_argument(
         "--figure",
@@ -77,14 +77,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--canaries",
         metavar="NAME=FOLDER",
-        help="a site that trained on FOLDER/data of fedveil canaries: adds a lower bound on epsilon",
+        help="a site that trained on FOLDER/data from fedveil canaries: adds a lower bound on epsilon",
     )
     parser.add_argument("--device", default="auto", help='"auto", "cpu" or "cuda" (default: auto)')
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Attacks the run, prints the verdicts and the strongest findings, and writes RUN/audit.json."""
+    """Attack the run, print the verdicts and the strongest findings, and write RUN/audit.json."""
     run_view = load_run(args.folder)  # before importing torch, so that a missing run is reported at once
     from fedveil.attacks.audit.runner import audit_run
     from fedveil.attacks.audit.schedule import TimeBudget
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     limit = None if args.fail_above is None else LeakageThreshold(args.fail_above, args.figure)
     if "config" not in run_view.config:
         raise StateError(
-            f"{args.folder}: expected config.json of a run that has started, found none; audit another run"
+            f"{args.folder}: expected the config.json of a run that has started, found none; audit another run"
         )
     source = AuditDataSource(
         args.data, dict(_named("--site", text) for text in args.site), args.non_members, args.max_rows, args.seed

@@ -1,8 +1,8 @@
 """`fedveil card`: writes, signs and checks a run's privacy card.
 
-A run writes a card next to its model, in final/: privacy.json, PRIVACY.md, and README.md, which the Hugging
-Face Hub reads. "make" rewrites it with later results, such as an audit. "sign" adds a signature over every
-file of final/ and the card to final/privacy.dsse.json; sites may sign the same. "verify" finds any change.
+A run writes a card next to its model, in final/: privacy.json, PRIVACY.md, and a README.md for the Hugging
+Face Hub. "make" rewrites it with later results, such as an audit. "sign" adds a signature over the card and
+every other file in final/ to final/privacy.dsse.json; sites may sign the same files. "verify" finds any change.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     make.add_argument("--curator", help="person or organization responsible for the run")
     make.add_argument("--use", help="what the model is for")
     make.add_argument("--why-epsilon", help="why this epsilon, delta and unit")
-    make.add_argument("--license", help="license of the model, as named on the Hugging Face Hub: apache-2.0")
+    make.add_argument("--license", help="the model's license, as named on the Hugging Face Hub, such as apache-2.0")
     make.add_argument(
         "--data-set", action="append", default=[], metavar="SITE=ID",
-        help="a site's data set, by the id that the site uses",
+        help="a site's data set, identified by the ID that the site uses",
     )  # fmt: skip
     make.set_defaults(run=_make)
     sign = actions.add_parser("sign", help="sign the card and every file next to the model")
     sign.add_argument("--key", type=Path, required=True, help='Ed25519 private key: ssh-keygen -t ed25519 -N "" -f key')
-    sign.add_argument("--site", default="", help="the signing site; the card must match its audit log, see --log")
+    sign.add_argument("--site", default="", help="the signing site; the card must match its audit log (see --log)")
     sign.add_argument(
-        "--log", type=Path, metavar="FILE", help="with --site: audit-log.jsonl of the site's state folder"
+        "--log", type=Path, metavar="FILE", help="with --site: audit-log.jsonl in the site's state folder"
     )
     sign.set_defaults(run=_sign)
-    verify = actions.add_parser("verify", help="find any byte that differs from the signed files")
+    verify = actions.add_parser("verify", help="detect any change to the signed files")
     verify.add_argument(
         "--key", action="append", required=True, metavar="[NAME=]FILE",
         help="public key that must have signed, with a name for its owner; repeatable",
     )  # fmt: skip
     verify.set_defaults(run=_verify)
     for action in (sign, verify):
-        action.add_argument("folder", type=Path, metavar="RUN", help="a run folder, or a model's folder with its card")
+        action.add_argument("folder", type=Path, metavar="RUN", help="a run folder, or a model folder with its card")
 
 
 def _make(args: argparse.Namespace) -> int:
@@ -60,7 +60,7 @@ def _make(args: argparse.Namespace) -> int:
         raise StateError(f"run folder {args.folder}: expected config.json and final/ of a finished run, found none")
     if (final / in_toto.NAME).exists():
         raise StateError(
-            f"{final / in_toto.NAME}: expected no signatures, found some, which cover the card as it is now; remove "
+            f"{final / in_toto.NAME}: expected no signatures, found signatures of the current card; remove "
             "the file, and ask the signers to sign again"
         )
     privacy_card = card_update.rewrite_card(run, _stated(args, final))
@@ -87,8 +87,8 @@ def _sign(args: argparse.Namespace) -> int:
     if (folder / card.PAGE).read_bytes() != markdown.card_page(about).encode():
         raise StateError(
             f"{folder / card.PAGE}: expected the page that this version generates from {card.NAME}, found a different "
-            "one, so a signature would cover text that the data does not back; run fedveil card make RUN to "
-            "write both again"
+            "one, so a signature would cover text that the data doesn't support; run fedveil card make RUN to "
+            "rewrite both"
         )
     if args.site:
         _require_own(about, args.site, args.log)
@@ -97,8 +97,8 @@ def _sign(args: argparse.Namespace) -> int:
     if others is not None and others.content != payload:
         differ = "; ".join(in_toto.find_differences(in_toto.parse_statement(others.content, str(file)), folder))
         raise StateError(
-            f"{file}: expected signatures of the files here, found signatures of others ({differ}); remove it, or "
-            "get it again"
+            f"{file}: expected signatures of the files here, found signatures of other files ({differ}); remove or "
+            "re-download it"
         )
     done = dsse.sign_payload(in_toto.PAYLOAD_TYPE, payload, key, others)
     write_atomic(file, done.to_bytes())
@@ -107,9 +107,9 @@ def _sign(args: argparse.Namespace) -> int:
 
 
 def _require_own(about: PrivacyCard, site: str, log: Path | None) -> None:
-    """Raise StateError unless the card's anchor for a site comes from that site's own log."""
+    """Raise StateError unless the card's anchor for the site comes from that site's own log."""
     if log is None:
-        raise ConfigError("--site: expected --log FILE as well, the site's own audit log, found none; add it")
+        raise ConfigError("--site: expected --log FILE too (the site's own audit log), found none; add it")
     anchor = about.audit_log.sites.get(site, "")
     if not anchor:
         raise StateError(
@@ -131,11 +131,11 @@ def _verify(args: argparse.Namespace) -> int:
         raise StateError(
             f"{folder}: expected the signed files unchanged, found {'; '.join(result.wrong)}; do not trust it"
         )
-    print(f"{folder}: {result.files} files, all unchanged since they were signed, and no others")
+    print(f"{folder}: {result.files} files, all unchanged since they were signed, and no other files")
     for each in result.signed:
         print(f"signed by {sanitize(known[each][0], 80)} ({each})")
     for each in result.unknown:
-        print(f"a signature by {each}, a key that was not given: NOT checked, so it proves nothing")
+        print(f"signature by {each}, a key that was not given: NOT checked, so it proves nothing")
     print(f"the card says: {sanitize(card.read_card(folder).guarantee.says, 2000)}")
     return 0
 

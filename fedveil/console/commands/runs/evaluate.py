@@ -1,7 +1,7 @@
 """`fedveil evaluate`: scores a run's model on your own examples.
 
-The model is the server's final one, from RUN/final. Examples are read as in the run: the same columns, a split of a
-folder, or a file. The metrics are those of the run's own evaluation, but over all examples: the run itself scores at
+It uses the server's final model, from RUN/final. Examples are read as in the run: the same columns, from a split of a
+folder or from a file. The metrics are the run's own, but cover all examples, whereas the run itself scores at
 most evaluate.eval-examples of its test data.
 """
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--eval-examples",
         type=int,
         metavar="N",
-        help="number of examples to score (for texts, of distinct sources); default: all",
+        help="number of examples to score (for texts, distinct sources); default: all",
     )
     parser.add_argument("--loss-only", action="store_true", help="skip text generation; report only loss-based metrics")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

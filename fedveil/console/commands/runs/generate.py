@@ -1,7 +1,7 @@
 """`fedveil generate`: answers prompts or describes images with a run's model.
 
-The model is the server's final one, from RUN/final. A prompt is an input as in the run's examples; its end is cut off
-above task.max-tokens. Decoding is greedy, or with evaluate.num-beams, as in the run's own evaluation.
+It uses the server's final model, from RUN/final. A prompt has the form of an input in the run's examples; anything
+beyond task.max-tokens is cut off. Decoding is greedy or uses evaluate.num-beams, as in the run's own evaluation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a line for each prompt or image; if there are several, the prompt or image precedes each answer."""
+    """Print one line per prompt or image; if there are several, each line begins with the prompt or image name."""
     config_of(args.folder)  # before importing torch, so that a missing run is reported at once
     from fedveil.console.runs import final_model
     from fedveil.contract.task import CanGenerate

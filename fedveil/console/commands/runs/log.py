@@ -1,14 +1,14 @@
 """`fedveil log`: checks, shows, continues or compares audit logs and their anchors.
 
-An anchor is the number of lines and the hash of the last one. Another party keeps it. A log that was later
-truncated or completely rewritten no longer matches the anchor.
+An anchor is a log's line count and the hash of its last line; another party keeps it. A log that is later truncated
+or completely rewritten no longer matches the anchor.
 
-`rotate` continues a log in a new file, to archive the old one or to go on after a damaged one. Lines keep their numbers
-and anchors stay valid. Earlier files that lie beside a log are part of it; `verify` also takes several files.
+`rotate` continues a log in a new file, to archive the old file or to move on from a damaged one. Lines keep their
+numbers, and anchors stay valid. Earlier files next to a log are part of it; `verify` also accepts several files.
 
-`compare` reads the logs of two sites, and exits with 1 if their rounds of secure aggregation contradict each other.
+`compare` reads two sites' logs, and exits with 1 if their secure-aggregation rounds contradict each other.
 
-`prove` prints the signed message in a line as a file of its own, and `check` verifies such a file by a public key.
+`prove` prints a line's signed message as a separate file, and `check` verifies such a file with a public key.
 """
 
 from __future__ import annotations
@@ -34,54 +34,60 @@ _FIRST = ("run", "round", "site", "operator", "call")
 _BYTES = ("down_bytes", "up_bytes")
 _LAST = ("cause", "reason")
 _HEX = re.compile(r"(\d+:)?[0-9a-f]{40,}")
-_HASH = 12  # characters of a hash that are shown
+_HASH = 12  # number of hash characters to show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    verify = actions.add_parser("verify", help="find lines that were changed, dropped, moved or cut off at the front")
+    verify = actions.add_parser(
+        "verify", help="find lines that were changed, dropped, moved, or cut off at the beginning"
+    )
     verify.add_argument(
         "--anchor", action="append", default=[], metavar="LINES:HASH",
-        help="an anchor taken earlier and kept elsewhere; finds lines cut off at the end, or a replaced log",
+        help="an anchor taken earlier and kept elsewhere; detects lines cut off at the end, or a replaced log",
     )  # fmt: skip
     verify.add_argument(
         "--other", type=Path, metavar="FILE",
-        help="the other end's log, which holds anchors of this one; name the site with --site",
+        help="the other party's log, which holds anchors of this one; name the site with --site",
     )  # fmt: skip
-    verify.add_argument("--site", default="", help="with --other FILE of a server: the site that wrote this log")
-    verify.add_argument("file", type=Path, nargs="+", metavar="FILE", help="a log, or all its files, the oldest first")
+    verify.add_argument("--site", default="", help="if --other is a server's log: the site that wrote this log")
+    verify.add_argument("file", type=Path, nargs="+", metavar="FILE", help="a log, or all its files, oldest first")
     verify.set_defaults(run=_verify)
-    rotate = actions.add_parser("rotate", help="continue the log in a new file; the old one is kept under another name")
+    rotate = actions.add_parser(
+        "rotate", help="continue the log in a new file; the old file is kept under another name"
+    )
     rotate.add_argument(
         "--after", default="", metavar="LINES:HASH",
-        help="the last anchor that another party holds of a log that is lost, or whose last line is damaged",
+        help="another party's latest anchor, for a log that is lost or whose last line is damaged",
     )  # fmt: skip
     rotate.set_defaults(run=_rotate)
     anchor = actions.add_parser("anchor", help="print the log's anchor; keep it where the log's owner cannot write")
     anchor.add_argument(
-        "--site", default="", help="print instead the last anchor of this site's log that FILE, a server's log, holds"
+        "--site", default="", help="instead, print the latest anchor of this site's log in FILE, a server's log"
     )
     anchor.set_defaults(run=_anchor)
-    show = actions.add_parser("show", help="print the lines as text, with times in this machine's zone")
-    show.add_argument("--json", action="store_true", help="for programs: print the raw lines, rounds from 0")
+    show = actions.add_parser("show", help="print the lines as text, with times in this machine's time zone")
+    show.add_argument(
+        "--json", action="store_true", help="for programs: print the raw lines, with rounds counted from 0"
+    )
     show.set_defaults(run=_show)
     compare = actions.add_parser(
-        "compare", help="find rounds of secure aggregation for which the server gave two sites two plans or lists"
+        "compare", help="find secure-aggregation rounds in which the server gave two sites different plans or lists"
     )
     compare.set_defaults(run=_compare)
     prove = actions.add_parser(
-        "prove", help="print the signed message in a line as a file that anybody can check, without the log"
+        "prove", help="print a line's signed message as a file that anyone can check without the log"
     )
     prove.set_defaults(run=_prove)
     for action in (rotate, anchor, show, compare, prove):
         action.add_argument(
-            "file", type=Path, help="audit-log.jsonl of a site's state folder, or of the server's run folder"
+            "file", type=Path, help="audit-log.jsonl in a site's state folder, or in the server's run folder"
         )
     compare.add_argument("other", type=Path, help="audit-log.jsonl of another site")
-    prove.add_argument("line", type=int, metavar="LINE", help="the line's number, as fedveil log show prints it first")
-    check = actions.add_parser("check", help="verify a file of fedveil log prove by its signer's public key")
-    check.add_argument("file", type=Path, help="what fedveil log prove printed")
+    prove.add_argument("line", type=int, metavar="LINE", help="the line number, which fedveil log show prints first")
+    check = actions.add_parser("check", help="verify a file from fedveil log prove with the signer's public key")
+    check.add_argument("file", type=Path, help="the output of fedveil log prove")
     check.add_argument(
         "--key", required=True, metavar="HEX",
         help="64 hex digits: a site's key in server/roster/signers.json, a server's in the kit's instruction-keys.toml",
@@ -95,33 +101,33 @@ def _verify(args: argparse.Namespace) -> int:
         anchors += _held_by(args.other, args.site)
     files = args.file if len(args.file) > 1 else audit_log.list_log_files(args.file[0])
     first = audit_log.start_of(files[0]).lines
-    # The other end's anchors reach back to the beginning; one given by hand must be checked or refused.
+    # The other party's anchors reach back to the beginning; an anchor given with --anchor must be checked or refused.
     own = [LogHead.parse(text) for text in args.anchor]
     checkable = [anchor for anchor in anchors if anchor.lines >= first or anchor in own]
     head = audit_log.verify_log_files(files, checkable)
     damaged, names = audit_log.count_damaged(files), ", ".join(map(str, files))
-    what = f"{damaged} damaged, as the line after them records; all others unchanged" if damaged else "all unchanged"
+    what = f"{damaged} damaged, as a later line records; all others unchanged" if damaged else "all unchanged"
     print(f"{names}: {head.lines - first} lines, {what}; matching anchors: {len(checkable)}")
     if first:
-        print(f"the log begins at line {first}: name its earlier files too to check them")
+        print(f"the log begins at line {first}; to check its earlier files, name them too")
     if skipped := len(anchors) - len(checkable):
-        print(f"{skipped} anchors are of earlier files and were not checked")
+        print(f"{skipped} anchors belong to earlier files and were not checked")
     if not anchors:
-        print("no anchor was given: lines cut off at the end, or a fully rewritten log, would not be detected")
+        print("no anchor was given, so lines cut off at the end, or a fully rewritten log, would not be detected")
     print(f"anchor now: {head}")
     return int(damaged > 0 or (bool(anchors) and not checkable))  # a forged start would leave no anchor to check
 
 
 def _rotate(args: argparse.Namespace) -> int:
     old, head = rotate_log(args.file, LogHead.parse(args.after) if args.after else None)
-    kept = f"the lines before are in {old}: keep it" if old else "the lines before are lost, and the log says so"
+    kept = f"earlier lines are in {old}, so keep it" if old else "earlier lines are lost, and the log says so"
     print(f"{args.file}: continues with line {head.lines - 1}; {kept}")
     print(f"anchor now: {head}")
     return 0
 
 
 def _held_by(other: Path, site: str) -> list[LogHead]:
-    """Return the anchors in the other side's log: the server's in a site's log, those of `site` in the server's log."""
+    """Return the anchors in the other party's log: the server's in a site's log, or `site`'s in the server's log."""
     lines = audit_log.read_log(other)
     anchors = [line["site_log"] for line in lines if site and line.get("site_log") and line.get("site") == site]
     anchors += [line["server_log"] for line in lines if not site and line.get("server_log")]
@@ -161,10 +167,10 @@ def _compare(args: argparse.Namespace) -> int:
         return 1
     if not common:
         raise ConfigError(
-            f"{args.file} and {args.other}: expected rounds of secure aggregation that both sites took part in, found "
-            "none; name the logs of two sites of one run"
+            f"{args.file} and {args.other}: expected secure-aggregation rounds that both sites took part in, found "
+            "none; name the logs of two sites from one run"
         )
-    print(f"{common} attempts of secure aggregation are in both logs: each has one plan and one list of its sum")
+    print(f"{common} secure-aggregation attempts are in both logs: each has one plan, and one list of sites in its sum")
     return 0
 
 
@@ -199,7 +205,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _words(line: dict[str, Any]) -> str:
-    """Format a line for display: rounds counted from 1, bytes with commas, long hashes cut, the reason last."""
+    """Format a line for display: rounds counted from 1, bytes with commas, long hashes shortened, the reason last."""
     about = {key: value for key, value in line.items() if key not in _OWN and value not in ("", None)}
     parts = [f"{sanitize(line['n'], 20):>5} {_time(line['time'])} {sanitize(line['event'], 40):<9}"]
     for key in [key for key in _FIRST if key in about]:
@@ -216,7 +222,7 @@ def _words(line: dict[str, Any]) -> str:
 
 
 def _time(value: object) -> str:
-    """Format a time to the second in the reader's time zone; text that is not a time is returned unchanged."""
+    """Format a time to the second, in the reader's time zone; text that is not a time is returned unchanged."""
     try:
         return datetime.fromisoformat(str(value)).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError):

@@ -1,8 +1,8 @@
-"""`fedveil merge`: writes a run's model as one transformers folder.
+"""`fedveil merge`: writes a run's model as a single transformers folder.
 
 The run's changes are added to the base weights; this works for LoRA, its Hadamard form, and full weights.
 The folder includes the tokenizer or processor. The weights are fp32, regardless of the run's compute
-precision. The run's privacy card is copied too, but no signature: signatures cover the files in the run's
+precision. The run's privacy card is copied too, but not its signatures, which cover the files in the run's
 own `final/`.
 """
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     print(args.out)
     if card is None:
         print(
-            "without a privacy card, because the run has none; "
-            f"fedveil card make {shlex.quote(str(args.folder))} writes it"
+            "there is no privacy card, because the run has none; "
+            f"fedveil card make {shlex.quote(str(args.folder))} writes one"
         )
     return 0

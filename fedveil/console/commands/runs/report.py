@@ -1,6 +1,6 @@
 """`fedveil report`: writes one HTML page about one or more runs.
 
-The runs may be finished, failed or still running. The page loads nothing from outside.
+The runs may be finished, failed or still running. The page is self-contained: it loads nothing from the network.
 """
 
 from __future__ import annotations

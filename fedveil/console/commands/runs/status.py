@@ -1,8 +1,8 @@
 """`fedveil status`: lists runs and, on the server, which sites are online.
 
-It prints one line per run, with the cause if the run failed or was stopped. The exit code is 1 if a run
-failed, died, stopped responding or cannot be read, or if a registered site is not online or was refused
-20 calls within a minute. A run that was stopped by a person is not a failure.
+It prints one line per run, with the reason if the run failed or was stopped. The exit code is 1 if a run
+failed, went silent or cannot be read, or if a registered site is offline or was refused
+20 calls within a minute. A run that someone stopped is not a failure.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder",
         type=Path,
         nargs="?",
-        help="folder of the runs (run.dir); default: runs, in the --federation folder if given",
+        help="the runs' folder (run.dir); default: runs, in the --federation folder if given",
     )
     parser.add_argument(
-        "--federation", type=Path, metavar="FOLDER", help="the folder made by fedveil provision: shows its sites too"
+        "--federation", type=Path, metavar="FOLDER", help="the folder made by fedveil provision: also shows its sites"
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0, or 1 if a run failed, went silent or cannot be read, or if a registered site is not online."""
+    """Return 0, or 1 if a run failed, went silent or cannot be read, or if a registered site is offline or rogue."""
     own = args.federation / "runs" if args.federation else Path("runs")
     lines, well = runs_table(args.folder or own)
     lines = [wait_for_sites(line, args.federation.absolute()) for line in lines] if args.federation else lines
@@ -53,10 +53,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def runs_table(folder: Path, now: float | None = None) -> tuple[list[str], bool]:
-    """Return one line per run under `folder`, the latest last, and whether all of them are well."""
+    """Return one line per run under `folder`, the latest last, and whether all runs are healthy."""
     files = sorted(folder.rglob("status.json"), key=lambda file: file.stat().st_mtime)
     if not files:
-        return [f"no run under {folder}"], True
+        return [f"no runs in {folder}"], True
     lines, well = [], True
     for file in files:
         name = sanitize(file.parent.relative_to(folder), 200)
@@ -83,17 +83,17 @@ def runs_table(folder: Path, now: float | None = None) -> tuple[list[str], bool]
 
 
 def _silent(seconds: float) -> str:
-    return f"nothing written for {seconds / 60:.0f} minutes; ask Flower for its state with fedveil watch --federation"
+    return f"no output for {seconds / 60:.0f} minutes; get its state from Flower with fedveil watch --federation"
 
 
 def _last_failures(attempts: list[dict[str, Any]]) -> str:
-    """List the sites that failed in the last attempt, with the reasons."""
+    """List the sites that failed in the last attempt, with reasons."""
     failed = attempts[-1].get("failed", {}) if attempts else {}
     return "; ".join(f"{site}: {reason}" for site, reason in failed.items())
 
 
 def _sites(folder: Path) -> tuple[list[str], bool]:
-    if not registry_folder(folder).is_dir():  # an operator's folder, which fedveil operators login made
+    if not registry_folder(folder).is_dir():  # an operator's folder, made by fedveil operators login
         states = node_states(folder)
         online = sum(state == "online" for state in states.values())
         note = f"{online} of {len(states)} registered sites are online; their names are in the server's own folder"

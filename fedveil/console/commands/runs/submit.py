@@ -1,11 +1,11 @@
-"""`fedveil submit`: submits a run to a federation and follows it to its end.
+"""`fedveil submit`: submits a run to a federation and follows it until it ends.
 
-Without an app, the command sends this installation's app. A relative run.dir is relative to the folder in which the
-server runs apps: FOLDER with fedveil server start. Everything that can be checked here is checked before anything is
+By default, the command sends this installation's app. A relative run.dir is relative to the folder in which the
+server runs apps, which is FOLDER for fedveil server start. Whatever can be checked here is checked before anything is
 sent: the method, its parameters, and the rest of the run config. Sinks in sinks.use must be installed here, because
-the server normally uses this installation. If it has its own, --extras-at-server leaves that check to the ServerApp,
-which refuses before any site is contacted. The exit code is that of `fedveil watch`: 0 completed, 1 failed, 3 stopped,
-4 still running after --timeout.
+the server normally uses this installation. If it has its own, --extras-at-server leaves this check to the ServerApp,
+which refuses before it contacts any site. Exit codes are the same as for `fedveil watch`: 0 completed, 1 failed,
+3 stopped, 4 still running after --timeout.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedveil.errors import ConfigError, StateError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
-        "app", type=Path, nargs="?", default=None, help="folder of the app; default: this installation's own"
+        "app", type=Path, nargs="?", default=None, help="the app's folder; default: this installation's own"
     )
     parser.add_argument(
         "--federation", type=Path, required=True, metavar="FOLDER", help="the folder made by fedveil provision"
@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="run config override; repeatable"
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="the same from a TOML file; --set takes precedence")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="TOML file with run config overrides; --set takes precedence"
+    )
     parser.add_argument(
         "--timeout", type=float, default=0.0, metavar="SECONDS", help="how long to wait; default: until the run ends"
     )
@@ -46,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Submit the run; the exit code reports its outcome."""
+    """Submit the run; return an exit code for its outcome."""
     settings = parse_overrides(args.config, args.set)
     parsed = parse(settings)
     config = parsed.run
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_possible(config: RunConfig) -> None:
-    """Raise ConfigError for a config that the ServerApp would refuse, as far as that can be checked without a base."""
+    """Raise ConfigError for a config that the ServerApp would refuse, as far as can be checked without the base."""
     from fedveil import strategies, tasks  # imports take a second, and a wrong key is reported without them
     from fedveil.federation import aggregation_rules
     from fedveil.privacy.guarantee_source import check_guarantee, check_public_length
@@ -80,7 +82,7 @@ def _require_possible(config: RunConfig) -> None:
     from fedveil.training import optimizers
 
     method = strategies.create_method(config.method.name, config.method.params)
-    claim = check_guarantee(method, config, has_row_gradients=True)  # its base determines whether the task has them
+    claim = check_guarantee(method, config, has_row_gradients=True)  # the base determines this, and it is not here
     check_public_length(claim, config)
     optimizers.check_optimizer(method, config)
     ModelSelection.from_config(config, tasks.task_info(config.task.name).metrics(config.task))
@@ -89,9 +91,9 @@ def _require_possible(config: RunConfig) -> None:
 
 
 def _warn_of_privacy(config: RunConfig, is_method_here: bool) -> None:
-    """Print a warning for each setting of a privacy guarantee that promises next to nothing.
+    """Print a warning for each privacy setting that makes the guarantee next to worthless.
 
-    A method that only the server has may make a guarantee that is not known here.
+    A method installed only on the server may give a guarantee that is unknown here.
     """
     from fedveil import strategies
     from fedveil.privacy.dp_sgd import DpSgdConfig
@@ -107,7 +109,7 @@ def _warn_of_privacy(config: RunConfig, is_method_here: bool) -> None:
 
 
 def _require_new(federation: Path, run: RunSection) -> None:
-    """Raise StateError if fedveil server start would run the app in a folder that already has a run."""
+    """Raise StateError if fedveil server start would run the app in a folder that already contains a run."""
     folder = federation / Path(run.dir).expanduser() / run.name
     if run.name and not run.resume and folder.is_dir():
         from fedveil.server_app import checkpoints  # needs torch

@@ -1,1 +1,1 @@
-"""At a site: start, explain, doctor, privacy."""
+"""Commands for a site: site, explain, doctor, privacy, canaries, export."""

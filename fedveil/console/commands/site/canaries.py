@@ -1,10 +1,10 @@
-"""`fedveil canaries`: puts canaries into a site's examples, to bound epsilon from below.
+"""`fedveil canaries`: plants canaries in a site's examples, to bound epsilon from below.
 
-The command reads DATA's training examples and writes two folders. In OUT/data, some examples have another
-example's target; OUT/secret says which. The site trains on OUT/data as on any other data. People or
+The command reads the training examples in DATA and writes two folders. In OUT/data, some examples have another
+example's target; OUT/secret lists them. The site trains on OUT/data as on any other data. People and
 processes that train or serve the run must not read OUT/secret. After the run, `fedveil audit RUN --canaries
-SITE=OUT` reports a lower bound on the run's epsilon. The training data loses twice as many examples as
-there are pairs. Files that columns refer to must be placed next to OUT/data.
+SITE=OUT` reports a lower bound on the run's epsilon. The training data loses two examples per
+pair. Files that columns refer to, such as images, are not copied: put them at the same paths relative to OUT/data.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("data", type=Path, metavar="DATA", help="the site's examples: a folder or a file")
     parser.add_argument("out", type=Path, metavar="OUT", help="a new or empty folder")
     parser.add_argument("--target-column", default="ref", metavar="NAME", help="as task.target-column (default: ref)")
-    parser.add_argument("--pairs", type=int, default=200, metavar="N", help="how many canaries (default: 200)")
+    parser.add_argument("--pairs", type=int, default=200, metavar="N", help="number of canaries (default: 200)")
     parser.add_argument(
-        "--unit-column", default="", metavar="NAME", help="as dp.unit-column: a canary is a whole unit (default: a row)"
+        "--unit-column",
+        default="",
+        metavar="NAME",
+        help="as dp.unit-column: each canary is a whole unit (default: a row)",
     )
-    parser.add_argument("--unit-rows", type=int, default=4, metavar="K", help="rows of such a unit (default: 4)")
+    parser.add_argument("--unit-rows", type=int, default=4, metavar="K", help="rows per such unit (default: 4)")
     parser.set_defaults(run=run)
 
 
@@ -55,13 +58,13 @@ def run(args: argparse.Namespace) -> int:
     files = split_files(args.data, "train")
     rows = tables.read_table(files, (args.target_column,))
     coins = np.array([secrets.randbelow(2) == 1 for _ in range(args.pairs)])
-    # The operating system draws the choice too: anyone who knows which examples are canaries could look for them.
+    # Draw the choice from the operating system too: a predictable choice would reveal which examples are canaries.
     by_unit = None
     if args.unit_column:
         by_unit = units.group_ids(itertools.chain(*units.read_ids_of_files(files, args.unit_column)))
     unit_rows = args.unit_rows if args.unit_column else 1
     made = pairs.plant_canaries(list(rows), args.target_column, coins, random.SystemRandom(), by_unit, unit_rows)
-    suffix = ".parquet" if is_columnar(files[0]) else ".jsonl"  # texts as they are, whatever the format
+    suffix = ".parquet" if is_columnar(files[0]) else ".jsonl"  # both formats keep texts unchanged
     with fill_folder(args.out) as folder:
         secret = folder / pairs.SECRET
         secret.mkdir(mode=0o700)

@@ -1,12 +1,12 @@
-"""`fedveil doctor`: checks whether a machine is ready to be site or server.
+"""`fedveil doctor`: checks whether a machine is ready to be a site or server.
 
 It checks certificates, keys, the server's instruction keys, clock, ports, versions, GPU, CPUs, other users, disk, data,
-policy, roster, the server's program and its health, and changes nothing. Lines with a problem say what to do next. The
+policy, roster, the server program and its health, and changes nothing. A line with a problem says what to do next. The
 exit code is 1 if a check fails.
 
 With `--set task.data=FOLDER`, task.evaluation or task.server-data, it checks that a run's examples exist, counts rows
-that are empty, cut or refused, and shows three examples as they will be trained: only on this screen. With
-`--set task.model=FOLDER`, it plans a run on that base before anything is loaded: memory by part, seconds, bytes.
+that are empty, truncated or refused, and shows three examples as they will be trained, only on this screen. With
+`--set task.model=FOLDER`, it plans a run on that base without loading it: memory by part, seconds, and bytes.
 """
 
 from __future__ import annotations
@@ -30,20 +30,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("--kit", type=Path, metavar="FOLDER", help="at a site: the unpacked start-up kit")
     parser.add_argument(
-        "--keys", type=Path, metavar="FOLDER", help="with --kit: folder of the keys; default: keys in the kit"
+        "--keys", type=Path, metavar="FOLDER", help="with --kit: the keys' folder; default: keys in the kit"
     )
     parser.add_argument(
-        "--node-config", type=Path, metavar="FILE", help="with --kit: default: node-config.toml in the kit"
+        "--node-config",
+        type=Path,
+        metavar="FILE",
+        help="with --kit: the node config; default: node-config.toml in the kit",
     )
     parser.add_argument(
         "--federation", type=Path, metavar="FOLDER", help="at the server: the folder made by fedveil provision"
     )
-    parser.add_argument("--health", default="", metavar="HOST:PORT", help="query a --health-server-address")
+    parser.add_argument(
+        "--health", default="", metavar="HOST:PORT", help="query the health server at this --health-server-address"
+    )
     parser.add_argument(
         "--heartbeat",
         type=Path,
         metavar="FILE",
-        help="at a site: check that the server hears its SuperNode, whose FEDVEIL_HEARTBEAT_FILE this is",
+        help="at a site: check that its SuperNode reaches the server; FILE is the SuperNode's FEDVEIL_HEARTBEAT_FILE",
     )
     parser.add_argument(
         "--set",
@@ -52,30 +57,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="run config: task.data=FOLDER checks the examples; task.model=FOLDER plans a run on that base",
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="the same from a TOML file, as for fedveil submit")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with run config overrides")
     planning = parser.add_argument_group("planning, with --set task.model=FOLDER")
     planning.add_argument(
-        "--gpu-gb", type=float, default=0, metavar="GB", help="plan for a GPU with this much memory, not this machine"
+        "--gpu-gb",
+        type=float,
+        default=0,
+        metavar="GB",
+        help="plan for a GPU with this much memory instead of this machine",
     )
     planning.add_argument(
-        "--gpus", type=int, default=1, metavar="N", help="number of such GPUs: processes of the node config"
+        "--gpus", type=int, default=1, metavar="N", help="number of such GPUs (`processes` in the node config)"
     )
     planning.add_argument("--shard-base", action="store_true", help="with --gpus: shard the base across them")
     planning.add_argument(
-        "--tflops", type=float, default=0, metavar="X", help="throughput of one GPU; default: measured here"
+        "--tflops", type=float, default=0, metavar="X", help="throughput of one GPU; default: as measured here"
     )
     planning.add_argument(
         "--rows",
         type=int,
         default=0,
         metavar="N",
-        help="examples of a site; default: from its data, task.examples-per-site, or 1000",
+        help="number of examples at a site; default: from its data, task.examples-per-site, or 1000",
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0, or 1 if a check fails. With --health or --heartbeat alone, run only these."""
+    """Return 0, or 1 if a check fails. With only --health or --heartbeat, run only these checks."""
     config = parse_overrides(args.config, args.set)
     if "task.model" not in config and (args.gpu_gb or args.gpus != 1 or args.shard_base or args.tflops or args.rows):
         raise ConfigError(
@@ -94,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         results.append(checks.run_check("superlink", host_checks.check_superlink))
         results.append(checks.run_check("roster", partial(_registered, args.federation)))
     if not (args.health or args.heartbeat) or args.kit or args.federation:
-        named = any(finding.name == "clock" for finding in results)  # compared with the server's: that decides
+        named = any(finding.name == "clock" for finding in results)  # already compared with the server's clock
         results += [] if named else [checks.run_check("clock", checks.check_clock)]
         results += [
             checks.run_check("versions", checks.check_versions),
@@ -131,9 +140,9 @@ def _data(flat: Mapping[str, Any], counted: list[int]) -> list[CheckResult]:
 
 
 def _previewed(args: argparse.Namespace, flat: Mapping[str, Any], results: list[CheckResult], lines: list[str]) -> int:
-    """Prepare the first examples of data that a check has found; return the longest one's tokens, 0 if none is known.
+    """Prepare the first examples of readable data; return the longest one's token count, or 0 if unknown.
 
-    Appends to `results` what is wrong with them, and to `lines` three of them in full, which only the site sees.
+    Appends problems with them to `results`, and three full examples, which only the site sees, to `lines`.
     """
     from fedveil.client_app.node_config import SiteConfig
     from fedveil.client_app.site_columns import apply_site_columns
@@ -145,7 +154,7 @@ def _previewed(args: argparse.Namespace, flat: Mapping[str, Any], results: list[
     own = kit_reader.node_config(args.kit, args.node_config) if args.kit else SiteConfig()
     folders = {"task.data": (config.task.data, "train"), "task.evaluation": (config.task.evaluation, "test")}
     fine = {result.name for result in results if data_checks.is_readable(result)}
-    if own.data and "data" in fine:  # only then are the site's column names the run's
+    if own.data and "data" in fine:  # otherwise the site's columns do not match the run's
         folders = {"data": (own.data, "train"), **folders}
     for name, (folder, split) in folders.items():
         if not folder or name not in fine:
@@ -157,7 +166,7 @@ def _previewed(args: argparse.Namespace, flat: Mapping[str, Any], results: list[
             preview = example_preview.preview_examples(name, read, Path(folder), split)
             if preview is None:
                 return CheckResult(
-                    f"{name} as trained", "ok", "not shown: the task reads no text, or its base is not here"
+                    f"{name} as trained", "ok", "not shown: the task reads no text, or its base is not on this machine"
                 )
             longest = max(longest, preview.longest)
             lines.extend(preview.lines)
@@ -172,7 +181,7 @@ def _planned(
 ) -> CheckResult:
     """Check whether the run fits in memory, and append the plan's lines to `plan`.
 
-    `counted` holds the number of examples in the checked data, `longest` the number of tokens of the longest of them.
+    `counted` holds the number of examples in the checked data; `longest` is the token count of the longest example.
     """
     from fedveil.config import parse  # as in _site
     from fedveil.console.doctor import memory_plan
@@ -194,15 +203,15 @@ def _registered(folder: Path) -> CheckResult:
 
 
 def _clock(superlink: str, ca: Path) -> CheckResult:
-    """Compare the clock with the server's; without an answer, ask the kernel whether it is synchronized."""
+    """Compare the clock with the server's; without an answer, ask the kernel whether the clock is synchronized."""
     try:
         return checks.check_server_clock(superlink, ca)
-    except (ConfigError, OSError, ValueError):  # the fleet port's own check says why
+    except (ConfigError, OSError, ValueError):  # the fleet-port check reports the reason
         return checks.check_clock()
 
 
 def _site(args: argparse.Namespace, counted: list[int]) -> list[CheckResult]:
-    # Not imported above: --health, which a container runs every ten seconds, does not need pydantic.
+    # Imported here because --health, which a container runs every ten seconds, does not need pydantic.
     from fedveil.config import parse
     from fedveil.console.doctor import data_checks, policy_checks, secagg_checks, signature_checks
     from fedveil.console.provisioning import kit_reader

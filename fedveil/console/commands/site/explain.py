@@ -1,6 +1,6 @@
-"""`fedveil explain`: shows what a run would send from here, before it runs.
+"""`fedveil explain`: shows what a run would send from here before it starts.
 
-It shows which fields, how many bytes, how often, at which epsilon, and whether this site's policy permits the run. The
+It lists the fields sent, bytes, frequency and epsilon, and whether this site's policy permits the run. The
 exit code is 1 if the policy forbids it.
 """
 
@@ -54,14 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help='run config override: --set method.name="fedrand"',
+        help='run config override, such as --set method.name="fedrand"; repeatable',
     )
     parser.add_argument("--config", type=Path, help="TOML file with the run config, as for flwr run -c")
     parser.add_argument("--policy", type=Path, help="check whether this site policy permits the run")
-    parser.add_argument("--app", type=Path, default=None, help="the app that would run, if the policy names digests")
+    parser.add_argument("--app", type=Path, default=None, help="the app that would run, if the policy lists digests")
     parser.add_argument("--delta", type=float, help="delta of the stated epsilon; only the run's own is accepted")
     parser.add_argument(
-        "--examples", type=int, metavar="N", help="this site's training examples: adds the epsilon that the noise gives"
+        "--examples",
+        type=int,
+        metavar="N",
+        help="number of training examples at this site: adds the epsilon that the noise gives",
     )
     parser.add_argument(
         "--sites",
@@ -73,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--permits",
         action="store_true",
-        help="print only the lines that a site's policy needs: its [permits], and a comment with the keys above it",
+        help="print only what a site policy needs for this run: [permits], and a comment with the keys to put above it",
     )
     parser.set_defaults(run=run)
 
@@ -121,7 +124,7 @@ def explain_run(
 
     Args:
         policy: None explains the run for a site without a policy.
-        examples: the site's number of training examples; None leaves out the epsilon that the noise gives.
+        examples: the site's number of training examples; None omits the epsilon that the noise gives.
     """
     rounds, share = config.run.rounds, config.cohort.fraction
     often = "in every round" if share == 1 else f"in about {100 * share:g} % of rounds"
@@ -148,25 +151,25 @@ def explain_run(
 def _epsilon(
     exchange: MessageExchange, config: RunConfig, policy: policies.SitePolicy | None, examples: int | None
 ) -> list[str]:
-    """Explain the run's limit on an example's charge, and what its noise gives to a site with `examples`."""
+    """Explain the run's limit on each example's privacy loss, and the epsilon that its noise gives for `examples`."""
     claim = guarantee_of(exchange.method, config)
     if config.run.deterministic:
         return ["Epsilon: not private: seeded noise (run.deterministic)."]
     if claim is None:
-        return ["Epsilon: infinite. This run gives no differential-privacy guarantee: its method adds no noise."]
+        return ["Epsilon: infinite. Its method adds no noise, so this run gives no differential-privacy guarantee."]
     budget, lines = claim.budget, []
     epsilon = promised_epsilon(exchange.method, config, budget.delta)
     if budget.server_trusted:
         lines.append(
-            f"Epsilon: infinite at delta = {budget.delta:g} against the server, which gets values before the noise."
+            f"Epsilon: infinite at delta = {budget.delta:g} against the server, which gets values without noise."
         )
     elif math.isinf(epsilon):
         key = "epsilon in method.params" if isinstance(exchange.method, PrivacyGuarantee) else "dp.epsilon"
-        lines.append(f"Epsilon: no bound was set ({key}), so this site's ledger counts charges and stops nothing.")
+        lines.append(f"Epsilon: no bound is set ({key}), so this site's ledger counts charges but never stops a run.")
     else:
         lines.append(
             f"Epsilon: at most {epsilon:.3g} at delta = {budget.delta:g} ({budget.neighbours.value}) for any example, "
-            "in this run; this site's ledger stops the run before it exceeds that. Other runs on the example add to it."
+            "in this run; this site's ledger stops the run before it exceeds that. Other runs on an example add to it."
         )
     if examples is not None:
         given = _given(claim, config, exchange, examples)
@@ -189,28 +192,28 @@ def _epsilon(
 
 
 def _given(claim: PrivacyGuarantee, config: RunConfig, exchange: MessageExchange, examples: int) -> str:
-    """State the epsilon of a site with `examples` that takes part in every round."""
+    """State the epsilon for a site with `examples` examples that takes part in every round."""
     plan = plan_sampling(exchange.method, config, claim.budget.neighbours, examples)
     charges = as_planned(claim).privacy_spent(plan)
     return describe_guarantee(claim, config, charges, accounting.round_epsilon).sentence
 
 
 def _require_own_delta(delta: float | None, claim: PrivacyGuarantee | None) -> None:
-    """Raise ConfigError for a delta that is not the run's: its epsilon and its ledger's limit hold at that one."""
+    """Raise ConfigError unless `delta` is the run's own, at which its epsilon and ledger limit hold."""
     if delta is not None and claim is not None and delta != claim.budget.delta:
         raise ConfigError(
-            f"--delta: expected the run's own delta, {claim.budget.delta:g}, found {delta:g}; leave the option out, or "
+            f"--delta: expected the run's own delta, {claim.budget.delta:g}, found {delta:g}; omit the option, or "
             "change the run's delta (dp.delta)"
         )
 
 
 def _in_the_clear(exchange: MessageExchange, policy: policies.SitePolicy | None) -> list[str]:
-    figures = TRAINING_FIELDS  # scores apart: `_scores`
+    figures = TRAINING_FIELDS  # `_scores` explains the scores
     if policy is not None and not (policy.report_received_loss and policy.max_scores):
         figures -= {RECEIVED_LOSS}
-    counts = f"; of text also {', '.join(sorted(row_counts.FIELDS))}"
+    counts = f"; for text also {', '.join(sorted(row_counts.FIELDS))}"
     return [
-        "This site would send each time:",
+        "This site would send, each time:",
         *_variants(exchange, "up"),
         f"  plus the number of examples and these training figures: {', '.join(sorted(figures))}"
         f"{counts if policy is None or policy.report_row_counts else ''}",
@@ -218,21 +221,21 @@ def _in_the_clear(exchange: MessageExchange, policy: policies.SitePolicy | None)
 
 
 def _scores(config: RunConfig, policy: policies.SitePolicy | None) -> list[str]:
-    """Explain what the scores of held-out examples would reveal; returns [] if none are requested."""
+    """Explain what scores on held-out examples would reveal; return [] if the run requests none."""
     part, most = config.evaluate.held_out, policy.max_scores if policy else 0
     if not part:
         return []
     asked = (
         f"The run asks this site to hold out {100 * part:g} % of its examples and to score the received weights on "
-        f"them: {held_out_report.LOSS} and {held_out_report.ROWS}, in the report of each upload."
+        f"them, reporting {held_out_report.LOSS} and {held_out_report.ROWS} with each upload."
     )
     if not most:
         refusal = held_out_report.REFUSALS[held_out_report.NOT_PERMITTED]
-        return [asked, f"This site would not: {refusal}. It trains on all its examples."]
+        return [asked, f"This site would refuse: {refusal}. It trains on all its examples."]
     return [
         asked,
-        f"This site would, at most {most} times (max-scores). A party that chooses the weights can learn from the "
-        "scores whether an example that it knows is among those held out. They are the same in every run.",
+        f"This site would do so at most {most} times (max-scores). A party that chooses the weights can learn from the "
+        "scores whether an example it knows is held out. The held-out examples are the same in every run.",
     ]
 
 
@@ -258,7 +261,7 @@ def _site(policy: Path) -> SiteConfig:
 
 
 def _read(policy: Path) -> policies.SitePolicy:
-    """Raise a PolicyError that names the file; a site's own error does not, because the server reads that one."""
+    """Read a policy; a PolicyError names its file, unlike in a site's own errors, which the server can read."""
     try:
         return policies.policy_of_site(_site(policy))
     except PolicyError as error:
@@ -268,7 +271,7 @@ def _read(policy: Path) -> policies.SitePolicy:
 def _refusals(
     site: SiteConfig, read: policies.SitePolicy, app: Path | None, exchange: MessageExchange, config: RunConfig, up: int
 ) -> list[PolicyError]:
-    """Return what the site would refuse before the run's first round, taking field sizes as message sizes."""
+    """Return the site's refusals before the run's first round, counting field sizes as message sizes."""
     bundle = decisions.VerifiedBundle()
     if read.app_digests is not None or read.signers is not None or config.task.module:
         content = build_bundle(app)

@@ -1,9 +1,9 @@
-"""`fedveil export`: writes a site's own model of a run, in PEFT or transformers format.
+"""`fedveil export`: writes a site's own model from a run in PEFT or transformers format.
 
-It is for methods that keep part of the model at the site: half of a factor pair, lower layers, or a prompt.
-The command joins this part at the site with the run's final weights. The server's operator sends these:
-config.json, id and final/ of the run folder. Nothing leaves the site. OUT contains the part that the site
-kept private; anyone who gets OUT has it too.
+It is for methods that keep part of the model at the site, such as half of a factor pair, lower layers, or a prompt.
+At the site, the command joins this part with the run's final weights. The server's operator sends these as
+the run folder's config.json, id and final/. Nothing leaves the site. OUT contains the part that the site
+keeps private, so anyone who gets OUT has it too.
 """
 
 from __future__ import annotations
@@ -35,16 +35,19 @@ _ID, _ID_BYTES = re.compile(r"[0-9a-f]{4,32}"), 64
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
-        "folder", type=Path, metavar="RUN", help="the run folder, or a copy of the three parts that this needs"
+        "folder", type=Path, metavar="RUN", help="the run folder, or a copy of config.json, id and final/"
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="a new or empty folder")
     parser.add_argument("--site", required=True, metavar="NAME", help="this site's name, as registered")
-    parser.add_argument("--state-dir", type=Path, default=_STATE, help=f"the site's own folder; default {_STATE}")
+    parser.add_argument("--state-dir", type=Path, default=_STATE, help=f"the site's state folder; default: {_STATE}")
     parser.add_argument(
         "--policy", default="", metavar="FILE", help="needed only if fedveil site start did not record it"
     )
     parser.add_argument(
-        "--key-file", default="", metavar="FILE", help="key of a sealed state, if fedveil site start did not record it"
+        "--key-file",
+        default="",
+        metavar="FILE",
+        help="key file for an encrypted state, if fedveil site start did not record it",
     )
     parser.add_argument(
         "--base", default="", metavar="MODEL", help="path of the base model on this machine (default: task.model)"
@@ -67,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
     own = method.models(server, private).get("client")
     if own is None:
         raise StateError(
-            "method.name: expected a method that keeps a part of the model at each site, found "
-            f"{model.config.method.name}, which keeps none; the model for all sites is {args.folder / 'final'}"
+            "method.name: expected a method that keeps part of the model at each site, found "
+            f"{model.config.method.name}, which keeps none; the shared model is in {args.folder / 'final'}"
         )
     with atomic_files.fill_folder(args.out) as folder:
         task.save({name: own[name] for name in task.spec}, folder)
@@ -76,15 +79,14 @@ def run(args: argparse.Namespace) -> int:
         state_dir / audit_log.NAME, "exported", {"run": store.folder.parent.name, "file": str(args.out.absolute())}
     )
     print(
-        f"{args.out}: the model of site {args.site}; it contains the site's private part, so protect it like the "
-        "site's examples"
+        f"{args.out}: {args.site}'s model; it contains the site's private part, so protect it like the site's examples"
     )
-    print("it has no privacy card: the card in the run's final/ covers only the model for all sites")
+    print("it has no privacy card, because the card in the run's final/ covers only the shared model")
     return 0
 
 
 def _permitted(site: SiteConfig, config: RunConfig) -> None:
-    """Raise PolicyError if the site's policy does not permit a run with this config, regardless of its sender."""
+    """Raise PolicyError if the site's policy does not permit a run with this config, regardless of who sent it."""
     if not site.policy:
         return
     policy = load_policy(site)
@@ -100,14 +102,14 @@ def _permitted(site: SiteConfig, config: RunConfig) -> None:
 
 
 def _id(folder: Path) -> str:
-    """Return the run's unique id, under which sites store their state; it does not depend on the run's name."""
+    """Return the run's unique ID, under which sites store their state; it is independent of the run's name."""
     file = folder / "id"
     if not file.is_file():
-        raise StateError(f"run folder {folder}: expected the file id next to config.json, found none; copy it too")
+        raise StateError(f"run folder {folder}: expected a file `id` next to config.json, found none; copy it too")
     with file.open("rb") as data:
         run_id = data.read(_ID_BYTES).partition(b" ")[0].decode("ascii", errors="replace")
     if not _ID.fullmatch(run_id):
-        raise StateError(f"{file}: expected the run's id, found {sanitize(run_id, 80)}; copy the file again")
+        raise StateError(f"{file}: expected the run's ID, found {sanitize(run_id, 80)}; copy the file again")
     return run_id
 
 
@@ -118,7 +120,7 @@ def _kept_at(state_dir: Path, site: str, run_id: str) -> Path:
             return folder
     raise StateError(
         f"--state-dir: expected the state of site {sanitize(site, 80)} for run {run_id} in {state_dir}, found none; "
-        "fedveil site status lists the runs whose state it keeps"
+        "fedveil site status lists the runs with stored state"
     )
 
 
@@ -133,14 +135,14 @@ def _newest(store: ClientStateStore, folder: Path) -> FederatedState:
         private = store.newest()
     if private is None:
         raise StateError(
-            f"{store.folder}: expected the private state of a client round, found none: this run's method keeps no "
-            f"state at a site, or it was purged; the model for all sites is {folder / 'final'}"
+            f"{store.folder}: expected the private state from a client round, found none: this run's method keeps no "
+            f"state at a site, or it was purged; the shared model is in {folder / 'final'}"
         )
     return private
 
 
 def _fitting(weights: Weights, spec: Spec) -> Weights:
-    """Return the weights if they match the spec. Raises StateError if not, for example with another base."""
+    """Return the weights that the spec lists. Raises StateError if one is missing or has another shape."""
     for name, tensor in spec.items():
         if name not in weights or tuple(weights[name].shape) != tuple(tensor.shape):
             raise StateError(

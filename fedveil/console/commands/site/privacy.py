@@ -1,9 +1,9 @@
 """`fedveil privacy`: plans a private run: the noise for an epsilon, or the reverse.
 
 `fedveil privacy plan` reads the run config like `fedveil submit` (--config, --set) and computes the noise for a target
-epsilon, or the epsilon of the run's noise. Its other options are short forms of config keys; one that contradicts
-the config is refused. The last sentence states the epsilon with unit, relation, delta, sampling, accountant, and
-against whom it holds. The privacy cost of a finished run is in its report (fedveil report).
+epsilon, or the epsilon that the run's noise gives. Its other options are shortcuts for config keys; an option that
+contradicts the config is refused. The last sentence states the epsilon with its unit, relation, delta, sampling,
+accountant, and the parties against whom it holds. A finished run's privacy cost is in its report (fedveil report).
 """
 
 from __future__ import annotations
@@ -32,34 +32,44 @@ from fedveil.privacy.guarantee_source import as_planned, check_guarantee, guaran
 from fedveil.privacy.guarantee_words import GuaranteeWords, describe_guarantee
 from fedveil.privacy.privacy_warnings import privacy_warnings
 
-_OF_THE_METHOD = ("sampling", "exchange", "noise_local", "noise_global")  # options that are fields of DP-FPL
+_OF_THE_METHOD = ("sampling", "exchange", "noise_local", "noise_global")  # options that are DP-FPL parameters
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     plan = parser.add_subparsers(metavar="ACTION", required=True).add_parser(
-        "plan", help="convert a target epsilon to noise multipliers, or the reverse"
+        "plan", help="convert a target epsilon to noise multipliers, or vice versa"
     )
     plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="run config override; repeatable")
-    plan.add_argument("--config", type=Path, metavar="FILE", help="the same from a TOML file; --set takes precedence")
     plan.add_argument(
-        "--sites", type=int, nargs="+", required=True, metavar="EXAMPLES", help="training examples of each site"
+        "--config", type=Path, metavar="FILE", help="TOML file with run config overrides; --set takes precedence"
+    )
+    plan.add_argument(
+        "--sites",
+        type=int,
+        nargs="+",
+        required=True,
+        metavar="EXAMPLES",
+        help="each site's number of training examples",
     )
     plan.add_argument(
         "--epsilon",
         type=float,
         metavar="E",
-        help="target; default: the epsilon of the run's noise, or the noise for dp.epsilon in a run without noise",
+        help="target epsilon; default: compute the epsilon from the run's noise, or, without noise, target dp.epsilon",
     )
     plan.add_argument("--noise-multiplier", type=float, metavar="Z", help="dp.noise-multiplier")
     plan.add_argument(
-        "--noise-local", type=float, metavar="Z", help="DP-FPL: z of the private part, noise over its clipping bound"
+        "--noise-local",
+        type=float,
+        metavar="Z",
+        help="DP-FPL: z for the private part (noise divided by its clipping bound)",
     )
-    plan.add_argument("--noise-global", type=float, metavar="Z", help="DP-FPL: z of the shared part")
+    plan.add_argument("--noise-global", type=float, metavar="Z", help="DP-FPL: z for the shared part")
     plan.add_argument("--delta", type=float, help="dp.delta, or DP-FPL's")
     plan.add_argument("--rounds", type=int, metavar="N", help="run.rounds")
     plan.add_argument(
-        "--steps", type=int, metavar="N", help="noisy steps per participation; default: by train.epochs and max-steps"
+        "--steps", type=int, metavar="N", help="noisy steps per participation; default: from train.epochs and max-steps"
     )
     plan.add_argument("--batch", type=int, metavar="N", help="train.batch-size")
     plan.add_argument("--sampling", choices=("poisson", "disjoint", "fixed"), help="DP-FPL: how batches are drawn")
@@ -68,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--honest",
         type=int,
         metavar="H",
-        help='noise in the sum (secure.noise = "sum") of secure.min-sites minus secure.max-colluders = H sites',
+        help='noise in the sum (secure.noise = "sum") from H sites, where H = secure.min-sites - secure.max-colluders',
     )
     plan.add_argument("--adjacency", type=Adjacency, choices=list(Adjacency), help="dp.adjacency, or DP-FPL's")
     plan.set_defaults(run=run)
@@ -76,12 +86,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class _PlannedRun:
-    """The run that is planned.
+    """A run to plan.
 
     Attributes:
-        flat: its config by dotted key.
-        method: its method, with the hyperparameters of the config and of the options.
-        is_own_noise: the method adds the noise itself, and not `dp.*`.
+        flat: its config, by dotted key.
+        method: its method, with the hyperparameters from the config and the options.
+        is_own_noise: whether the method, rather than `dp.*`, adds the noise.
     """
 
     flat: dict[str, Any]
@@ -94,15 +104,15 @@ class _PlannedRun:
         return parse(self.flat)
 
     def with_noise(self, z: float) -> _PlannedRun:
-        """Return the run with noise that is worth the multiplier `z` on one release a step."""
+        """Return the run with noise equivalent to a multiplier of `z` on one release per step."""
         if not self.is_own_noise:
             return replace(self, flat={**self.flat, "dp.noise-multiplier": z})
         if getattr(self.method, "mode", "") != "strict":
             raise ConfigError(
                 f'--epsilon: expected a run with dp.*, or DP-FPL in its mode "strict", found {self.flat["method.name"]}'
-                "; leave the option out to see the epsilon of its own noise"
+                "; omit the option to see the epsilon that its own noise gives"
             )
-        each = z * math.sqrt(2)  # two releases per step share it
+        each = z * math.sqrt(2)  # each step has two releases
         return replace(self, method=replace(self.method, noise_local=each, noise_global=each))  # type: ignore[type-var]
 
     def claim(self) -> PrivacyGuarantee:
@@ -113,7 +123,7 @@ class _PlannedRun:
         return as_planned(claim)
 
     def plan(self, examples: int, steps: int | None) -> SamplingPlan:
-        """Return how often the run samples the examples of a site."""
+        """Return how often the run samples the examples of a site with `examples` examples."""
         noisy = self if self.is_own_noise else self.with_noise(1.0)
         return plan_sampling(noisy.method, noisy.config, noisy.claim().budget.neighbours, examples, steps)
 
@@ -131,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
         configured = planned.config.dp.noise_multiplier
         planned = planned.with_noise(_rounded_up(max(needed) * factor) / factor)
         if 0 < configured < planned.config.dp.noise_multiplier:
-            _warn([f"dp.noise-multiplier = {configured:g} of the run config is below what epsilon {target:g} needs"])
+            _warn([f"dp.noise-multiplier = {configured:g} in the run config is too low for epsilon {target:g}"])
     config = planned.config
     claim = check_guarantee(planned.method, config, has_row_gradients=True)
     assert claim is not None
@@ -145,9 +155,9 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"{_noise(planned)}, for all sites: {config.run.rounds} rounds", soft_wrap=True)
     most = max(range(len(plans)), key=lambda i: statements[i].epsilon)
     if statements[most].epsilon > claim.budget.epsilon:
-        _warn([f"a site's ledger stops this run before its end, at the run's own limit {claim.budget.epsilon:g}"])
+        _warn([f"a site's ledger stops this run early, at the run's own limit of {claim.budget.epsilon:g}"])
     console.print(
-        f"In this run alone, for the most charged site ({plans[most].examples:,} examples, in every round): "
+        f"In this run alone, for the site with the highest cost ({plans[most].examples:,} examples, in every round): "
         f"{statements[most].sentence}.",
         soft_wrap=True,
     )
@@ -155,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _planned_run(args: argparse.Namespace) -> _PlannedRun:
-    """Return the run of the config and of the options. Raises ConfigError where they contradict each other."""
+    """Return the run described by the config and the options. Raises ConfigError if they contradict each other."""
     flat = parse_overrides(args.config, args.set)
     for option, key in {"rounds": "run.rounds", "batch": "train.batch-size"}.items():
         _merge(flat, key, getattr(args, option), option)
@@ -164,10 +174,10 @@ def _planned_run(args: argparse.Namespace) -> _PlannedRun:
     if args.steps is not None and flat.get("train.max-steps", 0) not in (0, args.steps):
         raise ConfigError(
             f"--steps: expected {flat['train.max-steps']}, as train.max-steps in the run config, found {args.steps}; "
-            "leave one of the two out"
+            "omit one of the two"
         )
     if (args.noise_local is None) != (args.noise_global is None):
-        raise ConfigError("--noise-local: expected it together with --noise-global, found one of the two; give both")
+        raise ConfigError("--noise-local: expected it together with --noise-global, found only one; give both")
     if args.noise_local is not None:
         flat.setdefault("method.name", "dp_fpl")  # the only method with noise in two parts
     config = parse(flat)
@@ -178,12 +188,12 @@ def _planned_run(args: argparse.Namespace) -> _PlannedRun:
         if getattr(args, option) is not None:
             raise ConfigError(
                 f"--{option.replace('_', '-')}: expected this option only with --set method.name=dp_fpl, found "
-                f"{config.method.name}; dp.* draws Poisson batches and adds one noise a step, dp.noise-multiplier"
+                f"{config.method.name}; dp.* draws Poisson batches and adds noise once per step (dp.noise-multiplier)"
             )
     for option in ("noise_multiplier", "delta", "adjacency"):
         _merge(flat, f"dp.{option.replace('_', '-')}", getattr(args, option), option)
     if args.epsilon is not None and args.noise_multiplier is not None:
-        raise ConfigError("--epsilon: expected this option or --noise-multiplier, found both; leave one out")
+        raise ConfigError("--epsilon: expected this option or --noise-multiplier, found both; omit one")
     flat.setdefault("dp.clip-norm", 1.0)  # no epsilon depends on it
     if args.honest is not None or flat.get("secure.noise") == "sum":
         flat.setdefault("train.max-steps", 1)
@@ -192,15 +202,15 @@ def _planned_run(args: argparse.Namespace) -> _PlannedRun:
 
 
 def _with_own_noise(args: argparse.Namespace, flat: dict[str, Any], params: str) -> _PlannedRun:
-    """Return a run whose method adds noise itself. Raises ConfigError for options of `dp.*` and contradictions."""
+    """Return a run whose method adds noise itself. Raises ConfigError for `dp.*` options and for contradictions."""
     name = flat["method.name"]
     if args.noise_multiplier is not None:
         raise ConfigError(
             f"--noise-multiplier: expected --noise-local and --noise-global with {name}, which adds its own noise, "
-            "found this option; give those"
+            "found this option; use those two"
         )
     if args.epsilon is not None and args.noise_local is not None:
-        raise ConfigError("--epsilon: expected this option or --noise-local, found both; leave one out")
+        raise ConfigError("--epsilon: expected this option or --noise-local, found both; omit one")
     fields = parse_toml(params, "method.params")
     for option in (*_OF_THE_METHOD, "delta"):
         _merge(fields, option, getattr(args, option), option)
@@ -212,20 +222,20 @@ def _with_own_noise(args: argparse.Namespace, flat: dict[str, Any], params: str)
 
 
 def _merge(flat: dict[str, Any], key: str, value: Any, option: str) -> None:
-    """Set a key to an option's value. Raises ConfigError if the config has another one."""
+    """Set a key to an option's value. Raises ConfigError if the config has a different value."""
     if value is None:
         return
     if key in flat and flat[key] != value:
         raise ConfigError(
-            f"--{option.replace('_', '-')}: expected {flat[key]}, as {key} in the run config, found {value}; leave one "
-            "of the two out"
+            f"--{option.replace('_', '-')}: expected {flat[key]}, as {key} in the run config, found {value}; omit one "
+            "of the two"
         )
     flat[key] = value
 
 
 def _merge_honest(flat: dict[str, Any], honest: int) -> None:
     if honest < 1:
-        raise ConfigError(f"--honest: expected at least 1, found {honest}; one site's noise is the least in a sum")
+        raise ConfigError(f"--honest: expected at least 1, found {honest}; a sum has the noise of one site or more")
     colluders = flat.get("secure.max-colluders", RunConfig().secure.max_colluders)
     for key, value in (
         ("secure.enabled", True), ("secure.noise", "sum"), ("secure.min-sites", honest + int(colluders)),
@@ -242,14 +252,14 @@ def _target(args: argparse.Namespace, planned: _PlannedRun) -> float | None:
         return None
     if not dp.epsilon:
         raise ConfigError(
-            "--epsilon: expected this option, --noise-multiplier, or dp.* in the run config, found none of them; give "
+            "--epsilon: expected this option, --noise-multiplier, or dp.* in the run config, found none of them; use "
             "one, or --set method.name=dp_fpl"
         )
     return dp.epsilon
 
 
 def _needed(planned: _PlannedRun, plans: list[SamplingPlan], target: float) -> Iterator[float]:
-    """Yield each site's multiplier for one release per step; a terminal shows the progress."""
+    """Yield each site's multiplier for one release per step; show progress on a terminal."""
     budget = planned.with_noise(1.0).claim().budget
     with Console(stderr=True).status("") as status:
         for number, plan in enumerate(plans, 1):
@@ -270,7 +280,7 @@ def _table(
         factor, needs = math.sqrt(2), "needs noise_local = noise_global"
     columns = ["examples", "batch", "steps", *([needs] if any(needed) else []), "epsilon"]
     in_sum = planned.config.secure.noise == "sum"
-    table = Table(*columns, *(["against all others together"] if in_sum else []))
+    table = Table(*columns, *(["against all other parties together"] if in_sum else []))
     for plan, z, words in zip(plans, needed, statements, strict=True):
         values = [words.epsilon, *([_finite(words.parties[-1].epsilon)] if in_sum else [])]
         epsilons = [stated_guarantee(value, words.delta, words.neighbours) for value in values]
@@ -280,7 +290,7 @@ def _table(
 
 
 def _noise(planned: _PlannedRun) -> str:
-    """Return the noise of the run as keys and values."""
+    """Return the run's noise as keys and values."""
     if not planned.is_own_noise:
         return f"dp.noise-multiplier = {planned.config.dp.noise_multiplier:.6g}"
     fields = [(name, getattr(planned.method, name, None)) for name in ("noise_local", "noise_global")]
@@ -288,7 +298,7 @@ def _noise(planned: _PlannedRun) -> str:
 
 
 def _finite(epsilon: float | None) -> float:
-    """Return the epsilon; one that is not known counts as infinite."""
+    """Return the epsilon, or infinity if it is unknown."""
     return math.inf if epsilon is None else epsilon
 
 

@@ -1,6 +1,6 @@
 """`fedveil site`: makes a site's keys, runs and shows it, encrypts or purges data.
 
-A site runs Flower's SuperNode and a warm worker process that trains.
+A site runs Flower's SuperNode and a warm worker process for training.
 """
 
 from __future__ import annotations
@@ -37,44 +37,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     _starting(actions)
-    init = actions.add_parser("init", help="make this site's keys and the registration request for the operator")
-    init.add_argument("--kit", type=Path, default=Path(), metavar="FOLDER", help="the unpacked start-up kit; default .")
+    init = actions.add_parser("init", help="make this site's keys and a registration request for the operator")
+    init.add_argument(
+        "--kit", type=Path, default=Path(), metavar="FOLDER", help="the unpacked start-up kit; default: ."
+    )
     init.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the keys; default: keys in the kit")
     init.add_argument(
-        "--secret", type=Path, metavar="FILE", help="file for the SuperExec's secret, with signing.key next to it; "
+        "--secret", type=Path, metavar="FILE", help="file for the SuperExec's secret; signing.key goes next to it; "
         "default: in the key folder",
     )  # fmt: skip
     init.add_argument("--print", action="store_true", help="print the request to stdout and messages to stderr")
     init.add_argument(
-        "--renew", action="store_true", help="make a new node key; keeps the old one as node.key.old, and signing.key"
+        "--renew",
+        action="store_true",
+        help="make a new node key; keeps signing.key, and the old node key as node.key.old",
     )
     init.add_argument(
         "--renew-signing",
         action="store_true",
-        help="make a new signing key too; all sites' policies need the new roster",
+        help="also make a new signing key; all sites' policies then need the new roster",
     )
     init.set_defaults(run=_init)
     trust = actions.add_parser(
-        "trust", help="replace the server's instruction keys in the kit, if they have the fingerprint that you name"
+        "trust", help="replace the server's instruction keys in the kit, if the new ones have the given fingerprint"
     )
     trust.add_argument("file", type=Path, metavar="FILE", help="instruction-keys.toml from the operator")
     trust.add_argument(
-        "--kit", type=Path, default=Path(), metavar="FOLDER", help="the unpacked start-up kit; default ."
+        "--kit", type=Path, default=Path(), metavar="FOLDER", help="the unpacked start-up kit; default: ."
     )
-    trust.add_argument("--fingerprint", required=True, help="SHA256:..., as the operator read it to you by telephone")
+    trust.add_argument("--fingerprint", required=True, help="SHA256:..., as the operator read it to you by phone")
     trust.set_defaults(run=_trust)
     guard = actions.add_parser(
-        "guard", help="write the entry point that decides before bundled code runs, for an image"
+        "guard", help="write the entry point that makes decisions before bundled code runs, for an image"
     )
     guard.add_argument(
         "--bin", required=True, type=Path, metavar="FOLDER", help="folder to put first on the SuperExec's PATH"
     )
     guard.add_argument(
         "--own-ports", action="store_true",
-        help="also write flower-superlink and flower-supernode that serve only this user, for shared hosts",
+        help="for shared hosts: also write a flower-superlink and a flower-supernode that serve only this user",
     )  # fmt: skip
     guard.set_defaults(run=_guard)
-    status = actions.add_parser("status", help="show the workers, private state and ledger of this machine's sites")
+    status = actions.add_parser("status", help="show the workers, private state and ledgers of this machine's sites")
     status.add_argument("--follow", action="store_true", help="keep running and show training progress")
     status.add_argument(
         "--policy", default="", metavar="FILE", help="needed only if fedveil site start did not record it"
@@ -83,12 +87,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--key-file", default="", metavar="FILE", help="key of a sealed state, if fedveil site start did not record it"
     )
     status.set_defaults(run=_in_own_folder(_status))
-    warm = actions.add_parser("warm", help="start a worker before the first message, for a container's entry point")
+    warm = actions.add_parser("warm", help="start a worker before the first message, for a container entry point")
     warm.add_argument("--name", required=True, help="the site's name")
-    warm.add_argument("--owner", required=True, type=int, help="process to end with: the SuperNode or SuperExec")
+    warm.add_argument(
+        "--owner", required=True, type=int, help="PID of the SuperNode or SuperExec; the worker exits when it ends"
+    )
     warm.set_defaults(run=_in_own_folder(_warm))
-    key = actions.add_parser("key", help="make a key file to seal a site's private state and ledger")
-    key.add_argument("file", type=Path, metavar="NEWFILE", help="file of 32 bytes that only this user can read")
+    key = actions.add_parser("key", help="make a key file for encrypting a site's private state and ledger")
+    key.add_argument("file", type=Path, metavar="NEWFILE", help="the new file: 32 bytes that only this user can read")
     key.set_defaults(run=_key)
     seal, purge = _keeping(actions)
     ledgers = ledger_actions.add_actions(actions, _in_own_folder)
@@ -107,10 +113,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dashboard.set_defaults(run=_in_own_folder(_dashboard))
     for action in (status, seal, purge, dashboard, *ledgers, *persons):
         action.add_argument(
-            "--kit", type=Path, metavar="FOLDER", help="the unpacked start-up kit, which names the state folder"
+            "--kit",
+            type=Path,
+            metavar="FOLDER",
+            help="the unpacked start-up kit, which tells where the state folder is",
         )
     for action in (status, warm, seal, purge, dashboard, *ledgers, *persons):
-        action.add_argument("--state-dir", type=Path, help=f"the site's own folder; default {SiteConfig().state_dir}")
+        action.add_argument(
+            "--state-dir", type=Path, help=f"the site's state folder; default: {SiteConfig().state_dir}"
+        )
 
 
 def _starting(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -119,31 +130,37 @@ def _starting(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--kit",
         type=Path,
         metavar="FOLDER",
-        help="the unpacked start-up kit, with all settings; options below override it",
+        help="the unpacked start-up kit, which has all settings; the options below override it",
     )
     start.add_argument("--superlink", metavar="HOST:PORT", help="the server's fleet port")
     start.add_argument("--ca", metavar="FILE", help="the server's ca.crt")
-    start.add_argument("--key", metavar="FILE", help="this site's private key, whose public key is registered")
+    start.add_argument("--key", metavar="FILE", help="this site's private key; the public key must be registered")
     start.add_argument("--name", help="the site's name, as registered")
     site_options.add_site_options(start)
     start.add_argument(
         "--poll-seconds", type=float, metavar="S",
         help="initial delay between polls of the server; "
-        f"default {poll_backoff.DEFAULT}; for N > 40 sites N / 200",
+        f"default: {poll_backoff.DEFAULT}; for N > 40 sites, use N / 200",
     )  # fmt: skip
     start.set_defaults(run=_start)
 
 
 def _keeping(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> Sequence[argparse.ArgumentParser]:
-    seal = actions.add_parser("seal", help="seal a stopped site's state with a key, change the key, or unseal it")
-    seal.add_argument("--key-file", default="", metavar="FILE", help="the new key; without it, the state is unsealed")
-    seal.add_argument("--old-key-file", default="", metavar="FILE", help="the key that the state is sealed with now")
-    seal.set_defaults(run=_in_own_folder(_seal))
-    purge = actions.add_parser("purge", help="remove the private state of old runs; keeps the ledger and the logs")
-    purge.add_argument(
-        "--older-than", type=float, metavar="DAYS", help="runs without a client round for this many days"
+    seal = actions.add_parser(
+        "seal", help="encrypt a stopped site's state with a key, change the key, or decrypt the state"
     )
-    purge.add_argument("--run", dest="runs", action="append", default=[], metavar="NAME", help="this run")
+    seal.add_argument("--key-file", default="", metavar="FILE", help="the new key; if omitted, the state is decrypted")
+    seal.add_argument(
+        "--old-key-file", default="", metavar="FILE", help="the key with which the state is encrypted now"
+    )
+    seal.set_defaults(run=_in_own_folder(_seal))
+    purge = actions.add_parser("purge", help="delete the private state of old runs; the ledger and the logs are kept")
+    purge.add_argument(
+        "--older-than", type=float, metavar="DAYS", help="select runs without a client round for this many days"
+    )
+    purge.add_argument(
+        "--run", dest="runs", action="append", default=[], metavar="NAME", help="select this run; repeatable"
+    )
     purge.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     purge.set_defaults(run=_in_own_folder(_purge))
     return seal, purge
@@ -156,7 +173,7 @@ def _start(args: argparse.Namespace) -> int:
 
 
 def _in_own_folder(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Wrap an action to use the state folder from --state-dir, from the kit, or the default."""
+    """Wrap an action to use the state folder from --state-dir, from the kit, or by default."""
 
     def run(args: argparse.Namespace) -> int:
         kits = kit_reader.node_config(args.kit) if getattr(args, "kit", None) else SiteConfig()
@@ -168,7 +185,7 @@ def _in_own_folder(action: Callable[[argparse.Namespace], int]) -> Callable[[arg
 def _warm(args: argparse.Namespace) -> int:
     site = parse_site({"site": args.name, "state-dir": str(args.state_dir)})
     card = start_spare(site, args.owner, os.environ)
-    print(f"worker {card.pid} is warm, for site {args.name} of process {args.owner}")
+    print(f"worker {card.pid} is warm, for site {args.name} under process {args.owner}")
     return 0
 
 
@@ -182,7 +199,7 @@ def _init(args: argparse.Namespace) -> int:
     folder = args.out or args.kit / "keys"
     places_ = enrollment.KeyPaths(folder, args.secret or folder / "superexec-secret")
     file = args.kit / INSTRUCTION_KEYS
-    keys = InstructionKeys.from_file(file) if file.exists() else None  # none in a kit of before 0.2
+    keys = InstructionKeys.from_file(file) if file.exists() else None  # kits made before 0.2 have none
     request, fingerprint = enrollment.make_site_keys(
         places_, about, ca, args.renew, args.renew_signing, instructions=keys.digest if keys else ""
     )
@@ -190,42 +207,42 @@ def _init(args: argparse.Namespace) -> int:
     if args.print:
         print(request.read_text())
     print(
-        f"site {sanitize(about['site'], 80)} of {sanitize(about['federation'], 80)}: keys made; they stay here",
+        f"site {sanitize(about['site'], 80)} of {sanitize(about['federation'], 80)}: keys created; they stay here",
         file=words,
     )
     if keys:
         print(
-            "compare this fingerprint of the server's instruction keys with the operator's, by telephone: "
+            "compare this fingerprint of the server's instruction keys with the operator's, by phone: "
             f"{keys_fingerprint(keys.federation, keys.keys)}",
             file=words,
         )
-    what = request.name if args.print else request  # a container prints it, because its files are hard to reach
-    print(f"send {what} to the operator, and read this fingerprint to them by telephone: {fingerprint}", file=words)
+    what = request.name if args.print else request  # containers print it, because their files are hard to reach
+    print(f"send {what} to the operator, and read this fingerprint to them by phone: {fingerprint}", file=words)
     return 0
 
 
 def _trust(args: argparse.Namespace) -> int:
-    kit_reader.read_kit(args.kit)  # a kit, or an error that says so
+    kit_reader.read_kit(args.kit)  # raises an error if this is no kit
     new, file = InstructionKeys.from_file(args.file), args.kit / INSTRUCTION_KEYS
     old = _pinned(file)
     if old is not None and old.federation != new.federation:
         raise ConfigError(
-            f"{args.file}: federation: expected {old.federation}, as in {file}, found {new.federation}; the keys of "
-            "another federation come in its own kit"
+            f"{args.file}: federation: expected {old.federation}, as in {file}, found {new.federation}; "
+            "another federation's keys come in its own kit"
         )
     for title, keys in (("pinned now", old.keys if old else ()), ("in the file", new.keys)):
         print(f"{title}: {', '.join(enrollment.short_key(key) for key in keys) or 'no keys'}")
     fingerprint = keys_fingerprint(new.federation, new.keys)
     if args.fingerprint != fingerprint:
         raise ConfigError(
-            # Not the file's own fingerprint: the user would copy it from here instead of asking by telephone.
+            # Don't print the file's own fingerprint: the user would copy it instead of asking the operator by phone.
             f"--fingerprint: expected the fingerprint of the keys in {args.file}, found a different one: "
             f"{sanitize(args.fingerprint, 100)}; have the operator read it out; if it still differs, keep the old keys"
         )
     write_atomic(file, new.to_toml().encode())
     file.chmod(0o644)  # public, and read by another user in containers
-    print(f"{file}: from its next message on, the site accepts only instructions that are signed with these keys")
-    print("in containers, restart it for that: docker compose restart clientapp")
+    print(f"{file}: starting with its next message, the site accepts only instructions signed with these keys")
+    print("in containers, a restart is needed first: docker compose restart clientapp")
     for name in (kit_reader.NODE_CONFIG, "containers.toml"):
         if (args.kit / name).is_file() and not kit_reader.names_instruction_keys(args.kit / name):
             print(f"{args.kit / name} does not name this file, so nothing is verified: take {name} from the new kit")
@@ -233,7 +250,7 @@ def _trust(args: argparse.Namespace) -> int:
 
 
 def _pinned(file: Path) -> InstructionKeys | None:
-    """Return the kit's keys; None if it has no such file, or one that cannot be read."""
+    """Return the kit's keys; None if the kit has no keys file, or an unreadable one."""
     try:
         return InstructionKeys.from_file(file)
     except ConfigError:
@@ -258,7 +275,7 @@ def _seal(args: argparse.Namespace) -> int:
         )
     new = FileSeal.from_key_file(args.key_file)
     written = re_encrypt.re_encrypt_files(args.state_dir, FileSeal.from_key_file(args.old_key_file), new)
-    print(f"{len(written)} files {f'sealed under key {new.id}' if new.id else 'unsealed'}")
+    print(f"{len(written)} files {f'encrypted with key {new.id}' if new.id else 'decrypted'}")
     return 0
 
 
@@ -274,7 +291,7 @@ def _purge(args: argparse.Namespace) -> int:
 
 def _agreed() -> bool:
     try:
-        return input("remove them? [y/N] ").strip().lower() in ("y", "yes")
+        return input("delete them? [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
         return False
 
@@ -304,9 +321,7 @@ def _status(args: argparse.Namespace) -> int:
     if sets := list_cached_datasets(args.state_dir):
         print(f"prepared examples: {sum(of.bytes for of in sets):,} bytes in {len(sets)} data sets")
     if not workers:
-        print(
-            f"no worker under {args.state_dir.expanduser()}: the site is not running, or its worker stopped when idle"
-        )
+        print(f"no worker in {args.state_dir.expanduser()}: the site is not running, or its worker stopped when idle")
         return 1
     for worker in workers:
         console.print(describe_worker(worker), soft_wrap=True)

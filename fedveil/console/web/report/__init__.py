@@ -1,1 +1,1 @@
-"""The report page and its parts."""
+"""The report page and its components."""

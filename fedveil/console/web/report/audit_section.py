@@ -1,4 +1,4 @@
-"""Report section on the attacks' findings, from the audit.json that `fedveil audit` wrote."""
+"""The report section on attack findings, from the audit.json written by `fedveil audit`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from fedveil.errors import StateError
 from fedveil.sanitize import sanitize
 
 NOTE = (
-    "AUROC 0.5 is guessing, 1 is certainty; 95 % intervals by bootstrap over the examples. Every attack has a control "
-    "that it must win (overfitted: a model that memorized examples) and controls that it must lose: round 0, a model "
-    "trained on other examples, and the upload of a site that never had the examples (wrong site). Verdicts are "
-    "corrected for multiple testing, so an interval may exclude 0.5 although its verdict does not."
+    "AUROC 0.5 is guessing, 1 is certainty; 95 % intervals are bootstrapped over the examples. Every attack has a "
+    "control on which it must succeed (overfitted: a model that memorized examples) and controls on which it must "
+    "fail: round 0, a model trained on other examples, and an upload from a site that never had the examples (wrong "
+    "site). Verdicts are "
+    "corrected for multiple testing, so an interval may exclude 0.5 even if its verdict does not."
 )
 _SAID = {"above": "above 0.5", "below": "below 0.5", "contains": "not distinguishable from 0.5"}
 _HELD = "tag completed"
@@ -31,7 +32,7 @@ _MUST: dict[str, tuple[str, ...]] = {
 
 
 def findings_html(run: Path) -> Html | None:
-    """Return the findings about the run in that folder; None if it was not audited."""
+    """Return the findings about the run in folder `run`; None if it was not audited."""
     audit = AuditReport.read(run)
     if audit is None:
         return None
@@ -47,7 +48,7 @@ def findings_html(run: Path) -> Html | None:
     ]
     if audit.rebuilt:
         parts += [
-            html_tag("p", "How much of each site's tensors the server could rebuild from what the site sent:", "note"),
+            html_tag("p", "How much of each site's tensors the server could reconstruct from its uploads:", "note"),
             html_table(
                 ["site", "tensors seen", "participations between them"],
                 [[r.site, f"{100 * r.coverage:.0f} %", r.staleness] for r in audit.rebuilt],
@@ -59,7 +60,7 @@ def findings_html(run: Path) -> Html | None:
 
 
 def findings_in_words(run: Path) -> str:
-    """Summarize the attacks on the run in that folder in a sentence; "" if it was not attacked."""
+    """Summarize the attacks on the run in folder `run` in one sentence; "" if it was not attacked."""
     try:
         audit = AuditReport.read(run)
     except StateError as error:
@@ -74,18 +75,18 @@ def _below(found: Sequence[AttackFinding]) -> list[str]:
     if not descriptions:
         return []
     return [
-        f"Below 0.5, also after correction: {', '.join(descriptions)}. Trained examples score lower there, so the "
+        f"Below 0.5, even after correction: {', '.join(descriptions)}. Training examples score lower there, so the "
         "attack in this form does not reveal membership. An inverted attack was not tried."
     ]
 
 
 def reconstruction_images(run: Path) -> Html | None:
-    """Return the sheet of images reconstructed from the run in that folder; None if there is none."""
+    """Return the sheet of images reconstructed from the run in folder `run`; None if there is none."""
     file = run / findings.PICTURES
     if not file.is_file():
         return None
     source = "data:image/png;base64," + base64.b64encode(file.read_bytes()).decode()
-    caption = "Left: images rebuilt by the server from single gradients. Right: the site's nearest image."
+    caption = "Left: images that the server could reconstruct from single gradients. Right: the site's nearest image."
     return Html(f'<figure><img alt="" src="{source}"><figcaption>{escape(caption)}</figcaption></figure>')
 
 
@@ -96,7 +97,7 @@ def _row(f: AttackFinding) -> list[object]:
     kind = "" if must is None else _HELD if f.verdict in must else "tag failed"
     return [
         f.model, f.attack, *map(_interval, (f.auroc, f.tpr_at_1)), f"{f.epsilon_bound:.2f}", f.members, f.non_members,
-        html_tag("span", f"{_SAID[f.verdict]}{', as it must' if kind == _HELD else ', and must not'}", kind)
+        html_tag("span", f"{_SAID[f.verdict]}{', as it must be' if kind == _HELD else ', but must not be'}", kind)
         if kind else _SAID[f.verdict],
     ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""List the files that a demo leaves next to its runs, and remove them. Imports no torch, to start fast."""
+"""List and remove the files that a demo leaves next to its runs. Does not import torch, so that it starts fast."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 PICTURE, FIGURES, SUMMARY, REPORT = "picture.svg", "picture.json", "summary.json", "report.html"
 LOGS = "logs"
-_LOG = re.compile(r"(superlink|(register-)?site-\d+)\.log")  # logs of the federation's processes
+_LOG = re.compile(r"(superlink|(register-)?site-\d+)\.log")  # the federation's process logs
 
 
 def remove_demo_files(out: Path) -> None:
-    """Remove an earlier demo's files and its processes' logs from its folder, and no other files."""
+    """Remove an earlier demo's files and process logs from its folder, and no other files."""
     for name in (PICTURE, FIGURES, SUMMARY, REPORT):
         (out / name).unlink(missing_ok=True)
     logs = out / LOGS

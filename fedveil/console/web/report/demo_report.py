@@ -1,4 +1,4 @@
-"""Finish the demo: attack each run, generate texts before and after training, and draw the trade-off."""
+"""Finish the demo: attack each run, generate texts before and after training, and draw the tradeoff chart."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from fedveil.console.web.report.demo_files import FIGURES, PICTURE, REPORT, SUMM
 from fedveil.records.atomic_files import write_atomic
 from fedveil.sanitize import sanitize
 
-_BY_HEART = 12  # members of the overfitted control
-# A standalone picture follows the reader's light or dark theme; inside a page, it follows the page's.
+_BY_HEART = 12  # members in the overfitted control
+# A standalone picture follows the reader's light or dark theme; inside a page, it follows the page's theme.
 _OWN = (
     "<style>svg{color:#1f2328;background:#fff;font-family:sans-serif}"
     "@media (prefers-color-scheme:dark){svg{color:#e6edf3;background:#0d1117}}</style>"
@@ -32,10 +32,10 @@ _OWN = (
 
 @dataclass(frozen=True)
 class DemoMeasurements:
-    """Results of `measure_runs`.
+    """The results of `measure_runs`.
 
     Attributes:
-        told: controls for the next run of the same sites; None before the first run with captured messages.
+        told: controls for the next run with the same sites; None before the first run with captured messages.
         attacked: the run's audit; None if the run has no captured messages.
     """
 
@@ -51,10 +51,10 @@ def measure_runs(folder: Path, data: Path, before: SharedAuditInputs | None) -> 
     Args:
         folder: folder of a finished run.
         data: the sites' examples.
-        before: controls of an earlier run; None for the first.
+        before: controls from an earlier run; None for the first.
 
     Raises:
-        FedVeilError: same causes as `write_comparisons` and `write_samples`.
+        FedVeilError: for the same reasons as `write_comparisons` and `write_samples`.
     """
     run = load_run(folder)
     config = parse(run.config["config"])
@@ -70,9 +70,9 @@ def measure_runs(folder: Path, data: Path, before: SharedAuditInputs | None) -> 
 
 
 def write_comparisons(attacked: Mapping[Path, RunAudit]) -> None:
-    """Rewrite the audit.json of each run folder: each attack at each site and over all sites.
+    """Rewrite audit.json in each run folder, with each attack at each site and over all sites.
 
-    FedAvg runs are compared with each other: each with those before it, the plain run first, then secure sums, then
+    FedAvg runs are compared with each other, each with those before it: the plain run first, then secure sums, then
     noise. All are attacked on the same examples.
     """
     bases = dict[str, RunAudit]()
@@ -85,14 +85,14 @@ def write_comparisons(attacked: Mapping[Path, RunAudit]) -> None:
 
 
 def _save(folder: Path, audit: AuditReport) -> str:
-    """Write audit.json; return its SHA-256."""
+    """Write audit.json and return its SHA-256."""
     content = json.dumps(audit.to_json(), indent=1).encode()
     write_atomic(folder / findings.FILE, content)
     return hashlib.sha256(content).hexdigest()
 
 
 def write_demo_report(out: Path, runs: Sequence[RunView]) -> None:
-    """Write SUMMARY and REPORT to the folder `out`; for several runs also PICTURE and its values as JSON."""
+    """Write SUMMARY and REPORT to the folder `out`, and for several runs also PICTURE and its values as JSON."""
     summary.write_summary(out / SUMMARY, "demo", runs)
     run_page.write_run_page(out / REPORT, runs)
     arms = [tradeoff.read_tradeoff_run(run) for run in runs]
@@ -105,12 +105,12 @@ def write_demo_report(out: Path, runs: Sequence[RunView]) -> None:
 
 
 def report_single_run(svg: str) -> str:
-    """Return a page's picture as a standalone file."""
+    """Return a page's picture as the text of a standalone file."""
     return svg.replace(">", f">{_OWN}", 1)
 
 
 def summary_sentences(runs: Sequence[RunView]) -> list[str]:
-    """Return the verdict of the comparison; without one, each run's own audit result."""
+    """Return the verdict of the comparison or, without one, each run's own audit result."""
     if sentences := tradeoff.tradeoff_verdict([tradeoff.read_tradeoff_run(run) for run in runs]):
         return sentences[:1]
     audits = [(run.name, AuditReport.read(run.folder)) for run in runs]

@@ -1,4 +1,4 @@
-"""Report sections on the data that left each side of a run, and on each site's share of it."""
+"""The report sections on the data that left each side of a run, and on each site's share."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fedveil.console.web.report.html import (
 
 LEDGER_NOTE = (
     "Every message of every attempt that the server received, including refused and repeated ones. Messages that the "
-    "server never received in full are only in the site's own log, which may therefore count more. Payload is the "
-    "bytes of the tensors; overhead is everything else in the message: names, shapes, and the figures a site reports "
-    "about its training. Refused uploads, and the keys and shares of secure aggregation, share one line without "
-    "fields. The lines of a direction add up to the bytes in the summary."
+    "server never fully received are only in the site's own log, which may therefore count more. Payload is the "
+    "bytes in the tensors; overhead is everything else in the message: names, shapes, and the figures a site reports "
+    "about its training. Refused uploads, and secure-aggregation keys and shares, have one line without "
+    "fields. The lines for each direction add up to the bytes in the summary."
 )
 UNSIGNED_NOTE = (
     "Unsigned: accepted uploads without their site's signature. Only the server's SuperLink vouches for their sender."
@@ -31,17 +31,18 @@ UNSIGNED_NOTE = (
 LOSSES_NOTE = (
     "Loss received: loss of the received model, before training at the site, on the first "
     "train.received-loss-examples examples. Loss trained: the mean over all training steps, on all examples, with "
-    "dropout, while the model changes. They do not compare before and after: a higher loss trained does not mean "
-    "that training did harm."
+    "dropout, while the model changes. The two are not a before-and-after comparison: a higher loss trained does not "
+    "mean that training did harm."
 )
 HELD_OUT_NOTE = (
     "Each site reports this itself, for the weights that it received: the model after the previous round, combined "
-    "with the site's private part. The last round's model is not scored this way, and these figures decide nothing."
+    "with the site's private part. The last round's model is not scored this way, and no decision depends on these "
+    "figures."
 )
 
 
 def learned_section(run: RunView) -> Html:
-    """Return sentences on what each side learned."""
+    """Return the sentences on what each side learned."""
     items: list[object] = [*disclosure.what_was_learned(run)]
     uploads = [kind for kind in disclosure.message_kinds(run) if kind.direction == "up"]
     for site in run.sites:
@@ -53,7 +54,7 @@ def learned_section(run: RunView) -> Html:
         items.append(f"In addition to the tensors, every accepted upload told the server: {', '.join(reported)}.")
     if words := disclosure.scalar_names(run)["up"]:
         items.append(f"Uploads also carried: {', '.join(words)}.")
-    empty = html_tag("p", "No message was exchanged.", "note")
+    empty = html_tag("p", "No messages were exchanged.", "note")
     return join_markup([html_tag("h3", section_heading(run)), html_list(items) if items else empty])
 
 
@@ -63,7 +64,7 @@ def _held(run: RunView, kind: disclosure.DisclosureKind) -> str:
 
 
 def format_times(count: int) -> str:
-    """Format a count in words, such as "once"."""
+    """Format a count as words, such as "once"."""
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
@@ -74,10 +75,10 @@ def variant_label(kind: disclosure.DisclosureKind) -> str:
 
 
 def ledger_section(run: RunView) -> Html:
-    """Return every kind of message with direction, tensors and bytes; the individual fields are collapsed."""
+    """Return all kinds of messages with direction, tensors and bytes; the individual fields are collapsed."""
     kinds = disclosure.message_kinds(run)
     if not kinds:
-        return join_markup([html_tag("h3", section_heading(run)), html_tag("p", "No message was exchanged.", "note")])
+        return join_markup([html_tag("h3", section_heading(run)), html_tag("p", "No messages were exchanged.", "note")])
     rows, folds = [], []
     for kind in kinds:
         about = disclosure.describe_fields(kind.fields)
@@ -117,7 +118,7 @@ def _by_site(run: RunView, found: Sequence[disclosure.DisclosureKind]) -> Html:
 
 
 def exchange_section(run: RunView) -> list[list[object]]:
-    """Return a row per site: tensors sent and how often, their bytes, all bytes sent, tensors received, bytes."""
+    """Return a row per site: tensors sent and how often, their bytes, all bytes sent, tensors received, their bytes."""
     all_kinds, tensors = disclosure.message_kinds(run), Counter[str]()
     for message in run.messages:
         tensors[str(message["site"])] += (message["direction"] == "up") * message["payload_bytes"]

@@ -1,4 +1,4 @@
-"""Draw an audit's findings as a forest plot: a row per attack and model, with its controls as bands behind it."""
+"""Draw an audit's findings as a forest plot: a row per attack and model, in front of bands for its controls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BANDS, _LEAST_BAND = {_LOST: 0.3, _WON: 0.6}, 0.012  # a band's opacity, and it
 
 
 def forest_rows(found: Sequence[AttackFinding], most: int = MOST_ROWS) -> list[AttackFinding]:
-    """Return the strongest findings about the run, at most `most`, by attack, unusable attacks last."""
+    """Return at most `most` of the strongest findings about the run, by attack, with unusable attacks last."""
     lame = {attack for attack in attack_names(found) if verdict.explain_unusable(found, attack)}
     about = [f for f in found if f.kind == "about the run"]
     about = sorted(about, key=lambda f: (f.attack in lame, -f.auroc[0]))[:most]
@@ -26,14 +26,14 @@ def forest_rows(found: Sequence[AttackFinding], most: int = MOST_ROWS) -> list[A
 
 
 def forest_svg(found: Sequence[AttackFinding], name: str, most: int = MOST_ROWS) -> str:
-    """Return the plot of the run `name` as an SVG element; "" if there is no finding about a run."""
+    """Return the plot for the run `name` as an SVG element; "" if there are no findings about a run."""
     from matplotlib.patches import Rectangle
 
     listed = forest_rows(found, most)
     if not listed:
         return ""
     attacks = list(dict.fromkeys(f.attack for f in listed))
-    height = len(listed) + len(attacks)  # each attack has a line of its own above its models
+    height = len(listed) + len(attacks)  # each attack has its own line above its models
 
     def draw(axes: Any) -> None:
         y, ticks = 0.0, list[tuple[float, str]]()
@@ -66,28 +66,28 @@ def forest_svg(found: Sequence[AttackFinding], name: str, most: int = MOST_ROWS)
 
 
 def forest_caption(found: Sequence[AttackFinding], most: int = MOST_ROWS) -> str:
-    """Describe the plot, and the number of findings that appear only in the table."""
+    """Describe the plot, and say if some findings appear only in the table."""
     about = sum(f.kind == "about the run" for f in found)
     left = f" The plot shows the {most} strongest of {about} findings; the table has all." if about > most else ""
     named = list(dict.fromkeys(f.attack for f in forest_rows(found, most)))
     overlap = [attack for attack in named if _bands_overlap(found, attack)]
     touching = (
-        f" Where the bands overlap ({', '.join(map(_short, overlap))}), the attack barely tells its own controls "
+        f" Where the bands overlap ({', '.join(map(_short, overlap))}), the attack can barely tell its own controls "
         "apart, so a row between them says little."
         if overlap
         else ""
     )
     return (
         "Each row is an attack on a model, with its 95 % interval. Blue band: the attack on models that never saw the "
-        "examples, where it must lose. Orange band: on models that memorized them, where it must win. A filled orange "
-        "dot shows membership. A hollow dot with its interval above 0.5 is not decided after correction for all "
-        "attacks. A blue dot is not told apart from guessing here, which proves no safety. A gray cross proves "
-        f"nothing: a control failed.{touching}{left}"
+        "examples, where it must fail. Orange band: the attack on models that memorized them, where it must succeed. "
+        "A filled orange dot reveals membership. A hollow dot whose interval is above 0.5 is undecided after "
+        "correction for all attacks. A blue dot cannot be told apart from guessing here, which does not prove "
+        f"safety. A gray cross proves nothing, because a control failed.{touching}{left}"
     )
 
 
 def _look(f: AttackFinding, is_usable: bool) -> tuple[str, str, str]:
-    """Return color, marker and fill of a finding: shown, above 0.5 but not decided, not told apart, or void."""
+    """Return a finding's color, marker and fill: membership shown, above 0.5 but undecided, like guessing, or void."""
     if not is_usable:
         return _OPEN, "x", _OPEN
     if f.verdict == "above":
@@ -96,7 +96,7 @@ def _look(f: AttackFinding, is_usable: bool) -> tuple[str, str, str]:
 
 
 def _bands_overlap(found: Sequence[AttackFinding], attack: str) -> bool:
-    """Return whether the intervals of the controls to lose reach those of the controls to win."""
+    """Return whether the intervals for the must-fail controls reach those for the must-succeed controls."""
     lost, won = verdict.to_lose(found, attack), _to_win(found, attack)
     return bool(lost and won) and max(f.auroc[2] for f in lost) >= min(f.auroc[1] for f in won)
 
@@ -106,7 +106,7 @@ def _to_win(found: Sequence[AttackFinding], attack: str) -> list[AttackFinding]:
 
 
 def _words(found: Sequence[AttackFinding], listed: Sequence[AttackFinding]) -> str:
-    """Return the plot's text alternative for readers who cannot see it."""
+    """Return the text alternative for readers who cannot see the plot."""
     first_rows = "; ".join("{}, {}: {:.2f} [{:.2f}, {:.2f}]".format(f.attack, f.model, *f.auroc) for f in listed[:5])
     return f"Forest plot of AUROC by attack and model. {verdict.audit_verdict(found)} First rows: {first_rows}."
 

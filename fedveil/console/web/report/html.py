@@ -1,4 +1,4 @@
-"""Build small HTML pages: escaped text, tables, and one style sheet for light and dark. No external resources."""
+"""Build small HTML pages: escaped text, tables, one style sheet for light and dark themes; no external resources."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ h3 { font-size: 1rem; margin: 1.5rem 0 .4rem; } p { margin: .5rem 0; max-width: 
   linear-gradient(to left, Canvas 40%, transparent) 100% / 2.4rem 100%,
   linear-gradient(to right, #8887, transparent) 0 / .9rem 100%,
   linear-gradient(to left, #8887, transparent) 100% / .9rem 100%; background-repeat: no-repeat;
-  background-attachment: local, local, scroll, scroll; } /* a shadow where columns lie beyond the edge */
+  background-attachment: local, local, scroll, scroll; } /* a shadow where columns extend beyond the edge */
 table { border-collapse: collapse; width: 100%; font-size: .92rem; margin: .5rem 0 .9rem; }
 th { text-align: left; font-weight: 600; font-size: .82rem; vertical-align: bottom; }
 th { border-bottom: 2px solid var(--line); }
@@ -44,7 +44,7 @@ figure { margin: 0; } figure svg { width: 100%; height: auto; } .figures figure,
 details { margin: .5rem 0; } summary { cursor: pointer; padding: .2rem 0; }
 code, pre { font: .86rem/1.5 ui-monospace, Menlo, Consolas, monospace; }
 td code { overflow-wrap: anywhere; } ul { padding-left: 1.2rem; max-width: 60rem; } li { margin: .25rem 0; }
-@media (max-width: 40rem) { /* a row is a card, each cell behind its column's name */
+@media (max-width: 40rem) { /* a row is a card, with each cell after its column name */
   .wide { background: none; }
   .wide thead { position: absolute; clip-path: inset(50%); width: 1px; height: 1px; overflow: hidden; }
   .wide :is(table, caption, thead, tbody, tr) { display: block; } .wide td { white-space: normal; text-align: left;
@@ -53,7 +53,7 @@ td code { overflow-wrap: anywhere; } ul { padding-left: 1.2rem; max-width: 60rem
   .wide td::before { content: attr(data-label); float: left; margin-left: -8.6rem; width: 8.2rem; color: var(--mute);
     font-size: .85rem; } .wide td:empty { display: none; }
   .texts td { padding-left: .6rem; } .texts td::before { float: none; margin: 0; display: block; width: auto; } }
-@media print { /* on paper nothing scrolls or unfolds: tables fit the page, and folded parts are open */
+@media print { /* on paper, nothing scrolls or expands: tables fit the page, and collapsed parts are open */
   body { max-width: none; padding: 0; font-size: 10pt; } .wide { overflow: visible; background: none; }
   table { font-size: 7.5pt; table-layout: auto; } th, td { padding: .2rem .25rem; overflow-wrap: anywhere; }
   .wide td:not(.n) { min-width: 0; } .n { white-space: normal; } td.n { white-space: nowrap; } th { hyphens: auto; }
@@ -63,20 +63,20 @@ td code { overflow-wrap: anywhere; } ul { padding-left: 1.2rem; max-width: 60rem
 """
 
 
-# Browser permissions of the page, for any content: no script, no request, no form, no frame. The figures
+# The page's browser permissions, whatever its content: no scripts, requests, forms or frames. The figures
 # contain style attributes.
 _PERMITTED = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
-Html = Markup  # text that is HTML already; everything else is escaped
+Html = Markup  # text that is already HTML; everything else is escaped
 
 
 class FormattedNumber(Markup):
-    """A number with its unit, aligned like a number."""
+    """A number with its unit, which tables align like a number."""
 
 
 def escape_text(value: object) -> Html:
-    """Return a value as HTML; integers with thousands separators, None as a dash."""
+    """Return a value as HTML: integers with thousands separators, None as a dash."""
     if isinstance(value, Html):
         return value
     if value is None:
@@ -89,18 +89,18 @@ def escape_text(value: object) -> Html:
 
 
 def html_tag(name: str, content: object, kind: str = "") -> Html:
-    """Return one element around escaped content."""
+    """Return an element with escaped content."""
     attribute = f' class="{escape_text(kind)}"' if kind else ""
     return Html(f"<{name}{attribute}>{escape_text(content)}</{name}>")
 
 
 def join_markup(parts: Iterable[object], between: str = "") -> Html:
-    """Join parts of HTML."""
+    """Join HTML parts, escaping any that are not HTML."""
     return Html(between.join(escape_text(part) for part in parts))
 
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> Html:
-    """Return a table; numeric columns are right-aligned. A table with a caption is reachable by keyboard."""
+    """Return a table with right-aligned numeric columns. A table with a caption can be reached by keyboard."""
     numeric = [
         bool(rows) and all(row[i] is None or isinstance(row[i], int | float | FormattedNumber) for row in rows)
         for i in range(len(head))
@@ -131,12 +131,12 @@ def _column(title: str, kind: str) -> Html:
 
 
 def html_list(items: Iterable[object]) -> Html:
-    """Return a list."""
+    """Return a bulleted list."""
     return html_tag("ul", join_markup(html_tag("li", item) for item in items))
 
 
 def html_details(title: str, content: object) -> Html:
-    """Return content that a click expands."""
+    """Return content that expands on a click."""
     return html_tag("details", join_markup([html_tag("summary", title), content]))
 
 
@@ -147,7 +147,7 @@ def html_document(title: str, body: Html) -> str:
 
 
 def template_environment(*folders: str) -> Environment:
-    """Return an environment for templates in these folders, which escape and bound all text by `escape_text`."""
+    """Return an environment for templates in these folders, which escapes and bounds all text with `escape_text`."""
     return Environment(
         loader=FileSystemLoader([paths.find_folder(folder) for folder in folders]),
         autoescape=True,
@@ -161,5 +161,5 @@ def template_environment(*folders: str) -> Environment:
 
 def _final(value: object) -> Html:
     if isinstance(value, StrictUndefined):
-        str(value)  # raises an error that names it
+        str(value)  # raises an error that names the variable
     return escape_text(value)

@@ -18,14 +18,14 @@ from fedveil.sanitize import sanitize
 INK = "#010203"  # replaced by `currentColor`
 COLOURS = ("#3a8fd9", "#e69f00", "#1fa187", "#cc79a7", "#8e7cc3", "#d55e00")  # readable on white and on black
 MARKERS = "osD^vP"
-_OF_RUNS = (2, 3, 4, 1, 0, 5)  # in other figures, blue and orange mark an attack's result
-_DASHES = ("-", (0, (5, 2)), (0, (2, 1.5)), (0, (7, 2, 2, 2)), (0, (1, 1)), (0, (9, 3)))  # shows where lines overlap
-MOST_CURVES = len(COLOURS)  # curves per figure: the next would look like the first
+_OF_RUNS = (2, 3, 4, 1, 0, 5)  # other figures use blue and orange for attack results
+_DASHES = ("-", (0, (5, 2)), (0, (2, 1.5)), (0, (7, 2, 2, 2)), (0, (1, 1)), (0, (9, 3)))  # shows overlaps
+MOST_CURVES = len(COLOURS)  # per figure, because one more would look like the first
 
 
 @dataclass(frozen=True)
 class ChartCurve:
-    """One line: (x, y) points under a label. `colour` keeps a run's look the same in every figure."""
+    """A line: (x, y) points with a label. `colour` gives a run the same look in all figures."""
 
     label: str
     points: Sequence[tuple[float, float]]
@@ -33,7 +33,7 @@ class ChartCurve:
 
 
 def curves_svg(title: str, x_label: str, y_label: str, curves: Sequence[ChartCurve], integer_x: bool = False) -> str:
-    """Return the first MOST_CURVES non-empty curves as an SVG element; "" if there is none."""
+    """Return the first MOST_CURVES non-empty curves as an SVG element; "" if there are none."""
     from matplotlib.ticker import MaxNLocator
 
     every = [curve for curve in curves if curve.points]
@@ -60,7 +60,7 @@ def curves_svg(title: str, x_label: str, y_label: str, curves: Sequence[ChartCur
 
 
 def _line(axes: Any, curve: ChartCurve, thin: bool) -> None:
-    """Draw a curve's points and joining line; dotted across gaps of more than 1 if `thin`."""
+    """Draw a curve's points and the line between them; if `thin`, dotted across gaps of more than 1."""
     look = curve.colour % MOST_CURVES
     style = {"color": COLOURS[_OF_RUNS[look]], "marker": MARKERS[look], "markersize": 4.5}
     x, y = zip(*curve.points, strict=True)
@@ -75,7 +75,7 @@ def _line(axes: Any, curve: ChartCurve, thin: bool) -> None:
 
 
 def _words(curve: ChartCurve) -> str:
-    """Return a curve's text alternative."""
+    """Return the text alternative for a curve."""
     (first, start), (last, end) = curve.points[0], curve.points[-1]
     return f"{sanitize(curve.label, 80)} from {start:.4g} at {first:.4g} to {end:.4g} at {last:.4g}"
 
@@ -84,9 +84,9 @@ def draw_curves(name: str, size: tuple[float, float], words: str, draw: Callable
     """Draw on empty axes with `draw` and return the figure as an SVG element.
 
     Args:
-        name: figure name, unique within its page.
-        size: width and height in inches of 72 points.
-        words: text alternative for readers who cannot see the figure.
+        name: the figure's name, unique within its page.
+        size: width and height in inches (72 points each).
+        words: the text alternative for readers who cannot see the figure.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -104,7 +104,7 @@ def draw_curves(name: str, size: tuple[float, float], words: str, draw: Callable
 
 
 def _inline(text: str, name: str, words: str) -> str:
-    """Return the SVG without prolog, metadata and fixed size, and with ids unique within the page."""
+    """Return the SVG without prolog, metadata and fixed size, and with IDs that are unique within the page."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)

@@ -1,4 +1,4 @@
-"""The report: one self-contained HTML page about one or more runs, finished, failed or still running."""
+"""The report: one self-contained HTML page about one or more finished, failed or running runs."""
 
 from __future__ import annotations
 
@@ -25,26 +25,28 @@ from fedveil.console.web.report.line_chart import ChartCurve, curves_svg
 from fedveil.sanitize import sanitize
 
 SUMMARY_NOTE = (
-    "Quality: the server's model on the server's own test data, last value. Test loss is cross-entropy per token, "
-    "lower is better; for the text metrics, higher is better. Bytes: whole messages, including refused ones. Seconds: "
-    "all rounds, without scoring on the server. Upload / FedAvg: relative to the first run here of FedAvg without "
-    "protection that has as many rounds, if any."
+    "Quality: the last value for the server's model on the server's own test data. Test loss is cross-entropy per "
+    "token, where lower is better; for the text metrics, higher is better. Bytes: whole messages, including refused "
+    "ones. Seconds: "
+    "all rounds, excluding scoring on the server. Upload / FedAvg: relative to the first FedAvg run here without "
+    "protection and with as many rounds, if any."
 )
 _HEADLINE = "FedVeil: what an attacker learns, and what protection costs"
 _PURPOSE = "A model trained across sites that keep their examples: its quality, its cost, and what was disclosed."
 SITES_NOTE = (
-    "The server scored no model on its own examples. The curves show what the sites reported: the loss of the model "
-    "that they received, on training examples, weighted by number of examples. That is not a held-out loss."
+    "The server did not score models on its own examples. The curves show what the sites reported: the loss of the "
+    "model that they received, on training examples, weighted by number of examples. This is not a held-out loss."
 )
 PRIVACY_NOTE = (
-    "Upper bounds, by dp-accounting, on what anyone but the site can learn about one of its examples from everything "
-    "that the site sent and keeps. Each states which data sets count as neighbors; a site's own ledger adds its "
+    "Upper bounds, computed with dp-accounting, on what anyone but the site can learn about one of its examples from "
+    "everything that the site sent and keeps. Each bound states which data sets count as neighbors; a site's own "
+    "ledger adds its "
     "other runs."
 )
 
 
 def write_run_page(file: Path, runs: Sequence[RunView], missing: Mapping[str, str] | None = None) -> None:
-    """Write the page about `runs` to `file`; `missing` gives the reasons why members are not online."""
+    """Write the page about `runs` to `file`; `missing` gives the reasons why members are offline."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(run_page_html(runs, missing), encoding="utf-8")
 
@@ -102,7 +104,7 @@ def _lead(runs: Sequence[RunView]) -> str:
 
 
 def _gained(runs: Sequence[RunView]) -> Html:
-    """Return the comparison of the runs, which comes first on the page."""
+    """Return the comparison between the runs, which comes first on the page."""
     arms = [tradeoff.read_tradeoff_run(run) for run in runs]
     picture = tradeoff_plot.tradeoff_svg(arms) if any(a.attack or a.broken for a in arms) else ""
     if not picture:
@@ -115,7 +117,7 @@ def _gained(runs: Sequence[RunView]) -> Html:
 
 
 def _texts(runs: Sequence[RunView]) -> list[Html]:
-    """Return the models' sample texts before and after training, if any; only the first run's are expanded."""
+    """Return the models' sample texts before and after training, if any; only the first run's texts are expanded."""
     head = ["prompt (a test example)", "before round 1", "after the last round", "reference text"]
     samples = [(run, sample_texts.read_samples(run.folder)) for run in runs]
     tables = [
@@ -146,14 +148,14 @@ def _alert(run: RunView) -> Html:
 
 
 def _gone(run: RunView) -> str:
-    """Name the sites that the last rounds lack; "" if there are none."""
+    """Name the sites missing from the last rounds; "" if there are none."""
     absent = per_site.absent_since(run)
     names = ", ".join(f"{sanitize(site, 80)} since round {round_}" for site, round_ in absent.items())
-    return f"the model has no upload of {names}." if absent else ""
+    return f"the model has no upload from {names}." if absent else ""
 
 
 def _chosen(run: RunView) -> str:
-    """Describe what the scores decided: when the run ended, and with which model."""
+    """Describe what the scores determined: when the run ended, and with which model."""
     why = str(run.status.get("reason") or "") if run.status.get("state") == "completed" else ""
     return f"{run.name}: {run.of_round}{'; ' if why else ''}{why}."
 
@@ -199,7 +201,7 @@ def _summary(runs: Sequence[RunView]) -> Html:
         )
     unlike = different_scoring(runs)
     baselines = sorted({base.name for run in runs if (base := baseline_of(run, runs))})
-    named = f" Here that is {', '.join(baselines)}." if baselines else ""
+    named = f" Here, that is {', '.join(baselines)}." if baselines else ""
     return join_markup(
         [
             *([html_tag("p", unlike, "alert")] if unlike else []),
@@ -210,7 +212,7 @@ def _summary(runs: Sequence[RunView]) -> Html:
 
 
 def _state(run: RunView) -> Html:
-    """Return the run's state as a tag, in amber where sites are missing."""
+    """Return the run's state as a tag, in amber if sites are missing."""
     state = str(run.status.get("state", "unknown"))
     words = per_site.state_with_sites(run, state)
     return html_tag("span", words, f"tag {state if words == state else 'partial'}")
@@ -301,7 +303,7 @@ def _missing(missing: Mapping[str, str]) -> Html:
         return Html("")
     return join_markup(
         [
-            html_tag("h3", "Members that are not online"),
+            html_tag("h3", "Offline members"),
             html_table(["site", "why"], [[*row] for row in missing.items()]),
         ]
     )
@@ -315,7 +317,7 @@ def _config(runs: Sequence[RunView]) -> Html:
         [html_tag("code", key), *map(_plain, row)] for key, row in values.items() if len({str(v) for v in row}) > 1
     ]
     same = [[html_tag("code", key), _plain(row[0])] for key, row in values.items() if len({str(v) for v in row}) == 1]
-    fields = dict.fromkeys(  # runs of one method often have the same value
+    fields = dict.fromkeys(  # to remove duplicates: runs with the same method often have the same values
         f"{run.method}: "
         + ", ".join(_field(*of) for of in flatten_config(run.config["method"].get("fields", {})).items())
         for run in runs
@@ -338,10 +340,10 @@ def _environment(runs: Sequence[RunView]) -> Html:
 
 
 def _field(name: str, value: object) -> str:
-    """Format a field as a line of a run config."""
+    """Format a field as a run config line."""
     return f"{name} unset" if value is None else f"{name} = {json.dumps(value)}"
 
 
 def _plain(value: object) -> str:
-    """Format a config value; numbers get no separators, because they are not counts."""
+    """Format a config value. Numbers get no thousands separators, because they are not counts."""
     return "" if value is None else str(value)

@@ -1,16 +1,16 @@
-"""Compare runs: an attacker's success at the worst site and over the sites, the model's quality, and the bytes sent.
+"""Compare runs: attack success at the worst site and over all sites, model quality, and bytes sent.
 
-The attacker's result is that of the audit's first attack over all sites (attacks/audit/delong.py). In an audit without
-that, it is the strongest attack. An attack that does not win on memorized examples, or that wins on other rows, proves
-nothing in any run. A site whose examples score high on another site's upload too is named and not judged.
+The attack result comes from the audit's first attack over all sites (attacks/audit/delong.py). If an audit has no such
+attack, it comes from the strongest one. An attack that fails on memorized examples, or succeeds on other rows, proves
+nothing in any run. A site whose examples also score high on another site's upload is named but not judged.
 
-| a run | is compared |
+| run | compared with |
 |---|---|
-| FedAvg under secure aggregation, FedAvg with noise | with the plain FedAvg run and each other, on the same examples |
-| another method | with none: what one run of it reveals may depend on its draws |
+| FedAvg with secure aggregation, FedAvg with noise | the plain FedAvg run and each other, on the same examples |
+| another method | no run, because what one of its runs reveals may depend on its random draws |
 
-A comparison counts if the difference is at least MARGIN, and its p-value at most ALPHA after Holm's correction for all
-comparisons. The margin is there because a p-value is about examples, and two runs differ by their draws too.
+A comparison counts if the difference is at least MARGIN, and its p-value is at most ALPHA after Holm's correction for
+all comparisons. The margin is needed because a p-value is about examples, but two runs also differ in their draws.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from fedveil.console.runs.summary import BASELINE
 from fedveil.sanitize import sanitize
 
 MARGIN = 0.03
-LITTLE = 0.8  # a method that hides little: the lower bound of its mean is above this
-_CHANCE_LEVEL = 0.95  # the worst of some sites stays below `worst_by_chance` in 19 of 20 demos
+LITTLE = 0.8  # a method hides little if the lower bound of its mean is above this
+_CHANCE_LEVEL = 0.95  # by chance, the worst site stays below `worst_by_chance` in 19 of 20 demos
 _NODES, _NODE_WEIGHTS = np.polynomial.hermite_e.hermegauss(64)
 
 
 @dataclass(frozen=True)
 class AttackedSite:
-    """An attack at one site of a run.
+    """An attack at one site in a run.
 
     Attributes:
-        site: name of the site.
-        auroc: fraction of pairs of a member and a non-member that the attack orders correctly.
-        wrong: the same for another site's upload; None without one.
+        site: the site's name.
+        auroc: fraction of (member, non-member) pairs that the attack orders correctly.
+        wrong: the same on another site's upload; None without such an upload.
         standard_error: of `auroc`; None if the audit has none.
-        members, non_members: numbers of examples.
-        is_above: in an audit without a mean over the sites, whether the finding shows membership.
-        is_void: whether `wrong` is above chance on two samples of non-members, so that `auroc` proves nothing.
+        members, non_members: number of examples of each kind.
+        is_above: whether the finding shows membership, in an audit without a mean over the sites.
+        is_void: whether `wrong` is above chance on two samples of non-members, in which case `auroc` proves nothing.
     """
 
     site: str
@@ -65,19 +65,19 @@ class AttackedSite:
 
 @dataclass(frozen=True)
 class TradeoffRun:
-    """One run in the picture.
+    """A run in the picture.
 
     Attributes:
         name, method: the run's name and method.
-        before, after: test loss of the first and of the last model; None if the server did not score it.
+        before, after: test loss of the initial and of the final model; None if the server did not score it.
         sent: bytes from all sites.
-        adapter: the adapter with its number of weights; "" if the run did not record it.
+        adapter: the adapter and its number of weights; "" if the run did not record them.
         secure: whether the server saw only sums.
         noise: description of the noise; "" without noise.
         attack: the attack's name; "" if no attack can be judged.
-        broken: why no attack can be judged; "" if one can, or if there is no audit.
+        broken: the reason why no attack can be judged; "" if one can, or if there is no audit.
         sites: the attack at each site.
-        mean: mean over the sites; None if the audit has none.
+        mean: the mean over the sites; None if the audit has none.
         differences: comparisons with other runs.
         digest: SHA-256 of its audit.json; "" if there is none.
         is_demo: whether it has the demo's own settings.
@@ -106,7 +106,7 @@ class TradeoffRun:
 
     @property
     def worst(self) -> AttackedSite | None:
-        """Return the site at which the attack is right most often."""
+        """Return the site where the attack is right most often."""
         return max(self.judged, key=lambda site: site.auroc, default=None)
 
     @property
@@ -116,19 +116,19 @@ class TradeoffRun:
 
     @property
     def is_judged_whole(self) -> bool:
-        """Return whether the result of each site counts, and so does their mean."""
+        """Return whether every site's result counts, and so their mean does too."""
         return self.mean is not None and len(self.judged) == len(self.sites)
 
     @property
     def words(self) -> str:
-        """Return the worst site's figure, or why there is none."""
+        """Return the worst site's figure, or a word for why there is none."""
         if self.worst is None:
             return "undecided" if self.broken or self.sites else "not attacked"
         return f"{100 * self.worst.auroc:.0f}"
 
 
 def read_tradeoff_run(run: RunView) -> TradeoffRun:
-    """Read one run for the picture. Raises StateError for an unreadable audit."""
+    """Read a run for the picture. Raises StateError for an unreadable audit."""
     curve, audit, config = run.curve("loss"), AuditReport.read(run.folder), run.config.get("config", {})
     attack, broken, sites, over = _attack_of(audit) if audit else ("", "", [], None)
     return TradeoffRun(
@@ -142,7 +142,7 @@ def read_tradeoff_run(run: RunView) -> TradeoffRun:
 
 
 def _attack_of(audit: AuditReport) -> tuple[str, str, list[AttackedSite], SiteAveragedAuroc | None]:
-    """Return the attack that stands for the audit, why there is none, its sites, and its mean over them."""
+    """Return the attack that represents the audit, the reason if there is none, its sites, and its mean over them."""
     reasons = []
     for over in audit.across:
         if reason := _broken(audit.findings, over.attack):
@@ -159,12 +159,12 @@ def _attack_of(audit: AuditReport) -> tuple[str, str, list[AttackedSite], SiteAv
 
 
 def _broken(found: Sequence[AttackFinding], attack: str) -> str:
-    """Return why the attack proves nothing in any run: a trained control failed; "" if both hold."""
+    """Return why the attack proves nothing in any run, if a trained control failed; "" if both hold."""
     for f in found:
         if f.attack == attack and f.kind == "to win" and f.verdict != "above":
-            return f"it does not win on memorized examples ({_percent(f.auroc[0])} times in 100)"
+            return f"it does not succeed on memorized examples ({_percent(f.auroc[0])} times in 100)"
         if f.attack == attack and f.kind == "to lose" and f.verdict != "contains":
-            return f"it tells examples apart that no model was trained on ({f.model}: {_percent(f.auroc[0])})"
+            return f"it distinguishes examples that no model was trained on ({f.model}: {_percent(f.auroc[0])})"
     return ""
 
 
@@ -192,10 +192,10 @@ def _noise(config: Mapping[str, object]) -> str:
 
 
 def worst_by_chance(sites: int, members: int, non_members: int, level: float = _CHANCE_LEVEL) -> float:
-    """Return the AUROC that the worst of some sites stays below with probability `level` if the attack only guesses.
+    """Return the AUROC that, if the attack only guesses, the worst site stays below with probability `level`.
 
-    The sites have the same non-members, so their figures are correlated by members / (members + non_members). They
-    are taken for normal.
+    The sites have the same non-members, so their figures have correlation members / (members + non_members). They
+    are treated as normal.
     """
     shared = members / (members + non_members)
     deviation = math.sqrt((members + non_members + 1) / (12 * members * non_members))
@@ -213,7 +213,7 @@ def worst_by_chance(sites: int, members: int, non_members: int, level: float = _
 
 
 def chance_of_runs(arms: Sequence[TradeoffRun]) -> float:
-    """Return the highest `worst_by_chance` of the runs; 0.5 if no run has sites with their numbers of examples."""
+    """Return the runs' highest `worst_by_chance`; 0.5 if no run's sites have known numbers of examples."""
     return max(
         (
             worst_by_chance(len(arm.judged), min(s.members for s in arm.judged), min(s.non_members for s in arm.judged))
@@ -225,7 +225,7 @@ def chance_of_runs(arms: Sequence[TradeoffRun]) -> float:
 
 
 def decide_differences(arms: Sequence[TradeoffRun]) -> dict[tuple[str, str], bool]:
-    """Return for each comparison (run, other run) whether the run reveals less; all are corrected for each other."""
+    """Return, for each (run, other run) comparison, whether the run reveals less, corrected for all comparisons."""
     by_digest = {a.digest: a for a in arms if a.method == BASELINE and a.is_judged_whole}
     pairs = [(a.name, by_digest[d.base].name, d.less) for a in by_digest.values() for d in a.differences
              if d.base in by_digest]  # fmt: skip
@@ -237,7 +237,7 @@ def decide_differences(arms: Sequence[TradeoffRun]) -> dict[tuple[str, str], boo
 
 
 def tradeoff_verdict(arms: Sequence[TradeoffRun]) -> list[str]:
-    """Return the answer, one clause per run with the worst site first, then a line per run; [] without an attack."""
+    """Return the answer with one clause per run on its worst site, then a line per run; [] without an attack."""
     base = next((a for a in arms if a.is_plain), None)
     if base is None or len(arms) < 2 or not any(a.attack or a.broken for a in arms):
         return []
@@ -255,26 +255,26 @@ def _base_clause(base: TradeoffRun) -> str:
     if not (base.mean.lower_bound(delong.ALPHA) > 0.5 + MARGIN if base.mean else base.worst.is_above):
         mean = f" (mean over the sites {_percent(base.mean.value)})" if base.mean else ""
         return (
-            f"{base.name}: at the worst site an attacker is right {base.words} times in 100{mean}, not told apart from "
-            "a coin here."
+            f"{base.name}: at the worst site, an attacker is right {base.words} times in 100{mean}, which cannot be "
+            "told apart from a coin toss here."
         )
     return (
-        f"An attacker who reads what {base.name} sends picks the trained example of a pair at the worst site "
-        f"{base.words} times in 100 (a coin: 50)."
+        f"An attacker who reads what {base.name} sends picks the training example from a pair at the worst site "
+        f"{base.words} times in 100 (a coin toss: 50)."
     )
 
 
 def _clause(
     a: TradeoffRun, base: TradeoffRun, arms: Sequence[TradeoffRun], less: Mapping[tuple[str, str], bool]
 ) -> str:
-    """Return what the run changes, if that is decided; otherwise both figures and "not told apart here"."""
+    """Return what the run changes, if that is decided; otherwise both figures and "no difference shown"."""
     if a.worst is None:
         why = f" ({a.broken})" if a.broken else f" ({_void_words(a)})" if a.sites else ""
         return f"{a.name}: {a.words}{why}."
     if a.method != BASELINE:
         return _other_method(a, base)
     if not less.get((a.name, base.name)):
-        return f"{a.name}: {a.words} at the worst site against {base.words} with {base.name}: not told apart here."
+        return f"{a.name}: {a.words} at the worst site against {base.words} with {base.name}: no difference shown here."
     if a.noise:
         text = f"{a.noise[0].upper()}{a.noise[1:]} ({a.name}) brings it to {a.words}"
         if any(s.members for s in a.judged):
@@ -283,20 +283,20 @@ def _clause(
                 f"{_percent(chance_of_runs([a]))} in 19 demos of 20"
             )
         undecided = [o.name for o in arms if (a.name, o.name) in less and not less[a.name, o.name]]
-        text += f" (not told apart from {', '.join(undecided)})" if undecided else ""
+        text += f" (not shown to differ from {', '.join(undecided)})" if undecided else ""
         return f"{text}{_loss_cost(a, base)}."
     return f"The secure sum of {len(a.sites)} sites ({a.name}) hides whose update it is, not what is in it: {a.words}."
 
 
 def _other_method(a: TradeoffRun, base: TradeoffRun) -> str:
-    """Return the clause of a method that is compared with none."""
+    """Return the clause for a method that is not compared with other runs."""
     share = 100 - 100 * a.sent / base.sent if base.sent else 0.0
     saves = f"saves {share:.0f} % of the bytes" if share >= 0.5 else "sends as many bytes or more"
     if a.is_demo and a.name in demo_settings.DRAWN:
         over = demo_settings.EARLIER_RANGES[a.name]
         return (
-            f"{a.name} {saves}: {a.words}; its draws decide (mean over the sites {over.low:.0f} to {over.high:.0f} in "
-            f"{over.runs} runs), so one run of it is not compared."
+            f"{a.name} {saves}: {a.words}; this depends on its draws (mean over the sites {over.low:.0f} to "
+            f"{over.high:.0f} in {over.runs} runs), so a single run is not compared."
         )
     little = a.mean is not None and a.is_judged_whole and a.mean.lower_bound(delong.ALPHA) > LITTLE
     return f"{a.name} {saves}{' and hides little' if little else ''}: {a.words}."
@@ -317,7 +317,7 @@ def _void_words(a: TradeoffRun) -> str:
 
 
 def _lines(arms: Sequence[TradeoffRun]) -> list[str]:
-    """Return a line per run: its worst site with bounds, all sites, their mean, and their base line."""
+    """Return a line per run: its worst site with bounds, all sites, their mean, and the wrong-site baseline."""
     attacked = sum(len(a.judged) for a in arms) or 1
     lines = []
     for a in arms:
@@ -333,7 +333,7 @@ def _lines(arms: Sequence[TradeoffRun]) -> list[str]:
             low, high = a.mean.interval(delong.ALPHA, 0.0)
             parts.append(f"mean {100 * a.mean.value:.1f} [{100 * low:.1f}, {100 * high:.1f}]")
         if wrong := [s.auroc - s.wrong for s in a.judged if s.wrong is not None]:
-            parts.append(f"own upload less another site's {', '.join(f'{100 * value:+.1f}' for value in wrong)}")
+            parts.append(f"own upload minus another site's {', '.join(f'{100 * value:+.1f}' for value in wrong)}")
         if any(s.is_void for s in a.sites):
             parts.append(_void_words(a))
         lines.append(f"{a.name}: {'; '.join(parts)}.")
@@ -341,11 +341,11 @@ def _lines(arms: Sequence[TradeoffRun]) -> list[str]:
 
 
 def _limits(arms: Sequence[TradeoffRun]) -> list[str]:
-    """Return what the figures do not say."""
+    """Return the limits of what the figures show."""
     limits = [
-        "Intervals are 99 %, those of a worst site for all sites of all runs together. A difference is told apart at "
-        f"1 % over all comparisons and from {100 * MARGIN:.0f} points on. They are about examples: another run has "
-        "other draws. 50 is no proof of safety: another attack may find more.",
+        "Intervals are 99 %; for a worst site, they hold for all sites of all runs together. A difference is shown at "
+        f"the 1 % level over all comparisons, and from {100 * MARGIN:.0f} points on. This is about examples; another "
+        "run has other draws. 50 does not prove safety: another attack may find more.",
     ]
     if all(a.is_demo for a in arms):
         ranges = [
@@ -354,13 +354,13 @@ def _limits(arms: Sequence[TradeoffRun]) -> list[str]:
             if (over := demo_settings.EARLIER_RANGES.get(a.name))
         ]
         limits.append(
-            "Seeded: which examples a site has, the first weights and the attacked examples. Not seeded: the order of "
-            "batches, the masks, the noise and the methods' draws. So your figures differ"
+            "Seeded: which examples a site has, the initial weights and the attacked examples. Not seeded: the order "
+            "of batches, the masks, the noise and the methods' draws. So your figures will differ"
             f"{', mean over the sites: ' + ', '.join(ranges) if ranges else ' by a few points'}."
         )
         limits.append(
-            "Each site trains four times on 64 examples, so that attacks win: with fewer passes, more examples or "
-            "another model they may win less."
+            "Each site trains four times on 64 examples, so that attacks succeed; with fewer passes, more examples or "
+            "another model, they may succeed less often."
         )
     return limits
 

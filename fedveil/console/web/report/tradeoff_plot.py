@@ -1,4 +1,4 @@
-"""Draw the trade-off of runs (tradeoff.py): a dot per site, the worst one with its figure, test loss, and bytes."""
+"""Draw the runs' tradeoff (tradeoff.py): a dot per site, the worst site's figure, test loss, and bytes sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DOT, _BAND, _LOSS, _SENT = COLOURS[5], 0.16, COLOURS[2], COLOURS[4]
 
 
 def tradeoff_svg(arms: Sequence[TradeoffRun], name: str = "trade") -> str:
-    """Return the picture of the first MOST_ARMS arms as an SVG element; "" for fewer than two."""
+    """Return the picture for the first MOST_ARMS arms as an SVG element; "" for fewer than two."""
     arms = arms[:MOST_ARMS]
     if len(arms) < 2:
         return ""
@@ -40,7 +40,7 @@ def tradeoff_svg(arms: Sequence[TradeoffRun], name: str = "trade") -> str:
 
 
 def _legend(figure: Any, arms: Sequence[TradeoffRun]) -> None:
-    """Draw the legend, so that the picture is clear on its own."""
+    """Draw the legend, so that the picture can stand on its own."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -52,14 +52,15 @@ def _legend(figure: Any, arms: Sequence[TradeoffRun]) -> None:
         Patch(color=INK, alpha=_BAND, lw=0, label="worst site by chance, in 19 of 20"),
     ]  # fmt: skip
     if any(s.is_void for a in arms for s in a.sites):
-        marks.append(Line2D([], [], marker="x", color="none", markeredgecolor=INK, label="site that is not judged"))
+        marks.append(Line2D([], [], marker="x", color="none", markeredgecolor=INK, label="site not judged"))
     figure.legend(handles=marks, loc="outside lower center", ncols=3, frameon=False, fontsize=8.5,
                   columnspacing=1.2, handletextpad=0.5)  # fmt: skip
 
 
 def _told(arms: Sequence[TradeoffRun]) -> str:
-    """Return the picture's text alternative for readers who cannot see it."""
-    return "How often an attacker picks the trained example of a pair at the worst site (a coin: 50): " + "; ".join(
+    """Return the text alternative for readers who cannot see the picture."""
+    asked = "How often an attacker picks the training example from a pair at the worst site (a coin toss: 50): "
+    return asked + "; ".join(
         f"{a.name} {a.words}{_mean_words(a)}, test loss {'not scored' if a.after is None else f'{a.after:.2f}'}, "
         f"{a.sent / 1e6:.2f} MB sent"
         for a in arms
@@ -67,7 +68,7 @@ def _told(arms: Sequence[TradeoffRun]) -> str:
 
 
 def _mean_words(a: TradeoffRun) -> str:
-    return f" (mean of the sites {100 * a.mean.value:.0f})" if a.mean and a.worst else ""
+    return f" (mean over the sites {100 * a.mean.value:.0f})" if a.mean and a.worst else ""
 
 
 def _attacker(axes: Any, arms: Sequence[TradeoffRun]) -> None:
@@ -92,9 +93,9 @@ def _attacker(axes: Any, arms: Sequence[TradeoffRun]) -> None:
         axes.plot((100 * a.worst.auroc,), (y,), "o", markersize=8, color=_DOT, markeredgewidth=0)
         axes.annotate(a.words, (100 * a.worst.auroc, y), (0, 11), textcoords="offset points", ha="center", va="center",
                       weight="bold")  # fmt: skip
-    axes.set(title="An attacker is right, times in 100", xlim=(min(40.0, lowest - 2), 107))
+    axes.set(title="Attacker is right, times in 100", xlim=(min(40.0, lowest - 2), 107))
     axes.set_xticks([t for t in range(0, 101, 10) if t >= min(40.0, lowest - 2)])
-    axes.set_xlabel("\u2190 better (50: a coin)")
+    axes.set_xlabel("\u2190 better (50: coin toss)")
 
 
 def _quality(axes: Any, arms: Sequence[TradeoffRun]) -> None:
@@ -123,14 +124,15 @@ def _bytes(axes: Any, arms: Sequence[TradeoffRun]) -> None:
 
 
 def tradeoff_caption(arms: Sequence[TradeoffRun]) -> str:
-    """Describe the picture in words."""
+    """Return the picture's caption."""
     first = next((a for a in arms if a.attack), None)
-    quality = "Test loss: open circle untrained, full circle after the last round, on examples that no site has."
+    quality = "Test loss, on examples that no site has: open circle untrained, filled circle after the last round."
     if first is None:
         return f"{quality} No attack is shown."
     return (
-        "An attacker who reads what the server receives is shown an example that a site trained on and one that no "
-        f"site has, and picks by {first.attack}. A dot is a site, the filled one the worst, the bar the mean over the "
-        "sites with its 99 % interval. The gray band is what chance alone gives the worst site in 19 of 20 demos. "
-        f"{quality} One run each: do not cite these results."
+        "An attacker who reads what the server receives is shown two examples, one that a site trained on and one that "
+        f"no site has, and picks one by {first.attack}. Each dot is a site, the filled dot is the worst site, and the "
+        "bar is the mean over the sites with its 99 % interval. The gray band is what chance alone gives the worst "
+        "site in 19 of 20 demos. "
+        f"{quality} There is only one run each, so do not cite these results."
     )

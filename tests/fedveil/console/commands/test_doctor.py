@@ -14,14 +14,16 @@ from pathlib import Path
 
 import grpc
 import pytest
-from datasets import ClassLabel, Dataset, Features, Value
+from datasets import ClassLabel, Dataset, Features, Sequence, Value
 from PIL import Image
+from transformers import ByT5Tokenizer
 
 from fedveil.config import parse
 from fedveil.console.doctor import checks, example_preview, host_checks, policy_checks
 from fedveil.console.flower.certificates import new_ca, write_certificate, write_node_key, write_server, write_tls
 from fedveil.console.main import main
 from fedveil.data import file_probe
+from fedveil.errors import TaskError
 from fedveil.guard import flower
 from fedveil.models import bundled, loading
 from fedveil.records import audit_log
@@ -153,7 +155,7 @@ def test_the_policy_check_warns_of_one_that_names_no_app(tmp_path):
         ('methods = ["fedrand"]', "warn", "neither app-digests nor signers"),
         (f'app-digests = ["{"ab" * 32}"]', "warn", "has no [permits]"),
         (f'app-digests = ["{"ab" * 32}"]\n[permits]\n', "ok", "is readable"),
-        ("app-digests = []\n[permits]\n", "warn", "permits nothing yet: app-digests empty"),
+        ("app-digests = []\n[permits]\n", "warn", "permits nothing yet (empty: app-digests)"),
         (
             f'methods = ["fedrnd", "fedavg"]\ntasks = ["sorting"]\napp-digests = ["{"ab" * 32}"]\n[permits]\n',
             "warn",
@@ -375,7 +377,8 @@ def test_examples_are_shown_as_they_are_trained_with_what_is_empty_cut_and_refus
     assert main(["doctor", *given]) == 1
     said = capsys.readouterr().out
     assert (
-        "fail  task.data as trained   of the first 6 rows 1 are empty, 1 are refused; of 5 examples 1 are cut" in said
+        "fail  task.data as trained   of the first 6 rows, 1 are empty and 1 are refused; 1 of 5 examples are truncated"
+        in said
     )
     assert "found an empty text in row 6 of" in said
     assert '  prompt  "name[The Mill 0]\\n"' in said
@@ -383,7 +386,8 @@ def test_examples_are_shown_as_they_are_trained_with_what_is_empty_cut_and_refus
     assert said.count("\nexample ") == 3
     assert main(["doctor", *given, "--set", 'task.empty-texts="drop"']) == 0
     assert (
-        "warn  task.data as trained   of the first 6 rows 1 are empty, 0 are refused; of 5" in capsys.readouterr().out
+        "warn  task.data as trained   of the first 6 rows, 1 are empty and 0 are refused; 1 of 5 examples are truncated"
+        in capsys.readouterr().out
     )
     assert caplog.messages == []  # nothing of it is logged
 
@@ -407,7 +411,60 @@ def test_the_preview_has_the_prompt_of_the_bases_own_chat_template(tmp_path):
         assert preview.result.verdict == "ok"
         assert f'  prompt  "{prompt}"' in preview.lines
         own = '"<user>name[X]<|endoftext|><assistant>"'
-        assert f"  the base's own chat template would give the prompt {own}" in preview.lines
+        assert f"  the base's own chat template would give this prompt: {own}" in preview.lines
+
+
+@pytest.mark.parametrize("is_small", [True, False], ids=["small", "large"])
+@pytest.mark.parametrize("classes", ["O,B-DRUG,I-DRUG,B-DOSE,I-DOSE", "DRUG,DOSE", "DRUG,SITE"])
+def test_the_preview_reads_tags_by_the_names_that_the_file_stores(tmp_path, monkeypatch, classes, is_small):
+    if not is_small:
+        monkeypatch.setattr(file_probe, "_MOST_BYTES", 0)
+    names = ["O", "B-DOSE", "I-DOSE", "B-DRUG", "I-DRUG"]
+    features = Features({"tokens": Sequence(Value("string")), "ner_tags": Sequence(ClassLabel(names=names))})
+    row = {"tokens": ["folic", "acid", "5"], "ner_tags": [3, 4, 1]}
+    Dataset.from_list([row], features=features).to_parquet(str(tmp_path / "train.parquet"))
+    config = parse({
+        "task.name": "token-classification", "task.source-column": "tokens", "task.target-column": "ner_tags",
+        "task.class-names": classes,
+    })  # fmt: skip
+    preview = example_preview.preview_examples("data", config, tmp_path, "train")
+    if "SITE" in classes:  # as training refuses it
+        assert preview.result.verdict == "fail"
+        assert "of which the others lack B-DOSE, I-DOSE" in preview.result.text
+    else:
+        assert preview.result.verdict == "ok"
+        assert preview.lines[1:] == ['  words   "folic/B-DRUG acid/I-DRUG 5/B-DOSE"']
+
+
+@pytest.mark.parametrize("is_small", [True, False], ids=["small", "large"])
+def test_the_preview_reads_classes_by_the_names_that_the_file_stores(tmp_path, monkeypatch, is_small):
+    if not is_small:
+        monkeypatch.setattr(file_probe, "_MOST_BYTES", 0)
+    features = Features({"note": Value("string"), "ward": ClassLabel(names=["lung", "heart"])})
+    Dataset.from_list([{"note": "short breath", "ward": 0}], features=features).to_parquet(
+        str(tmp_path / "train.parquet")
+    )
+    config = parse({
+        "task.name": "text-classification", "task.source-column": "note", "task.target-column": "ward",
+        "task.class-names": "heart,lung",
+    })  # fmt: skip
+    preview = example_preview.preview_examples("data", config, tmp_path, "train")
+    assert preview.lines[1:] == ['  text    "short breath"', "  classes lung"]
+
+
+def test_the_preview_refuses_a_tokenizer_without_places_of_tokens_as_a_run_does(tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(bundled.bundled_folder("token-classification"), base)
+    for file in base.glob("*token*"):
+        file.unlink()
+    ByT5Tokenizer().save_pretrained(base)
+    (tmp_path / "train.conll").write_text("cough B-SIGN\n")
+    config = parse({
+        "task.name": "token-classification", "task.source-column": "tokens", "task.target-column": "ner_tags",
+        "task.class-names": "SIGN", "task.model": str(base),
+    })  # fmt: skip
+    with pytest.raises(TaskError, match="a tokenizer that says where its tokens stand in a text, found ByT5Tokenizer"):
+        example_preview.preview_examples("data", config, tmp_path, "train")
 
 
 @pytest.mark.long
@@ -427,5 +484,18 @@ def test_the_preview_of_images_and_of_classes(tmp_path):
     preview = example_preview.preview_examples("data", parse(classes), tmp_path, "train")
     assert preview.result.verdict == "ok"
     assert preview.lines[1:] == ['  text    "short breath"', "  classes lung"]
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "train.conll").write_text("short O\nbreath B-SIGN\n\ncough O\n\ncough I-SIGN\n")
+    words = {
+        "task.name": "token-classification", "task.source-column": "tokens", "task.target-column": "ner_tags",
+        "task.class-names": "SIGN",
+    }  # fmt: skip
+    preview = example_preview.preview_examples("data", parse(words), tmp_path / "notes", "train")
+    assert preview.result.verdict == "fail"
+    assert "of the first 3 rows, 0 are empty and 1 are refused" in preview.result.text
+    assert "row 3 of" in preview.result.text
+    assert [line for line in preview.lines if "words" in line] == [
+        '  words   "short/O breath/B-SIGN"', '  words   "cough/O"',
+    ]  # fmt: skip
     pictures = {"task.name": "image-classification", "task.target-column": "ward", "task.class-names": "heart,lung"}
     assert example_preview.preview_examples("data", parse(pictures), tmp_path, "train") is None

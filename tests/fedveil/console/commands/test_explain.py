@@ -143,7 +143,7 @@ def test_noise_without_a_bound_is_explained_by_the_epsilon_that_it_gives(lora_sp
     asked = ["explain", *(word for pair in noisy for word in ("--set", pair))]
     assert main(asked) == 0
     stdout = capsys.readouterr().out
-    assert "Epsilon: no bound was set (dp.epsilon)" in stdout
+    assert "Epsilon: no bound is set (dp.epsilon)" in stdout
     assert "add --examples N" in stdout
     assert "says why" not in stdout
     assert main([*asked, "--examples", "100"]) == 0
@@ -156,7 +156,7 @@ def test_noise_without_a_bound_is_explained_by_the_epsilon_that_it_gives(lora_sp
 def test_values_before_the_noise_are_explained_as_infinite_against_the_server(lora_spec):
     method = strategies.create_method("dp_fpl", 'mode = "paper"\nepsilon = 1.0')
     explanation = "\n".join(explain.explain_run(MessageExchange(method, "dp_fpl", lora_spec), parse({}), examples=100))
-    assert "infinite at delta = 1e-05 against the server, which gets values before the noise" in explanation
+    assert "infinite at delta = 1e-05 against the server, which gets values without noise" in explanation
     assert "epsilon infinite at delta 1e-05 (replace-one) against the server and all of them together" in explanation
 
 
@@ -177,8 +177,8 @@ def test_settings_that_promise_nothing_are_warned_of(tmp_path, capsys):
     for words in (
         "Warning: delta 0.021 is at least 0.01",
         "Warning: a noise multiplier of 1e-09 hides nothing",
-        "Warning: of this site's policy: delta 0.02 is at least 0.01",
-        "Warning: of this site's policy: max-epsilon 9",
+        "Warning: in this site's policy: delta 0.02 is at least 0.01",
+        "Warning: in this site's policy: max-epsilon 9",
     ):
         assert words in stdout
 
@@ -243,11 +243,11 @@ def test_scores_of_held_out_rows_are_named_before_anyone_takes_part(tmp_path, ca
     assert main(["explain", *asked, "--policy", str(policy)]) == 0
     stdout = capsys.readouterr().out
     assert "hold out 25 % of its examples" in stdout
-    assert "loss_held_out and rows_held_out, in the report of each upload" in stdout
-    assert "This site would, at most 7 times (max-scores)." in stdout
+    assert "reporting loss_held_out and rows_held_out with each upload" in stdout
+    assert "This site would do so at most 7 times (max-scores)." in stdout
     policy.write_text('methods = ["fedavg"]\n')
     assert main(["explain", *asked, "--policy", str(policy)]) == 0
-    assert "This site would not: its policy permits no scores" in capsys.readouterr().out
+    assert "This site would refuse: its policy permits no scores" in capsys.readouterr().out
     assert main(["explain", "--set", "method.name=fedavg"]) == 0
     assert "held_out" not in capsys.readouterr().out
 
@@ -274,5 +274,5 @@ def test_an_own_model_is_judged_by_the_digest_of_its_file_in_the_bundle(lora_spe
     for policy in ({}, {"modules": []}, {"modules": [f"sha256:{'0' * 64}"]}):
         (refusal,) = found(run, **policy)
         assert f"with the digest {digest}; ask the site to review the file" in refusal
-    with pytest.raises(PolicyError, match=r"but that of task.module, found heart\.py; remove it"):
+    with pytest.raises(PolicyError, match=r"except task.module's, found heart\.py; remove it"):
         found(run | {"task.module": "unet"}, modules=[digest])

@@ -73,7 +73,7 @@ def test_a_private_prompt_is_joined_with_the_shared_one(tmp_path, capsys):
     store(tmp_path).save("0001", "", private)
     assert export(tmp_path) == 0
     assert (
-        "\nit has no privacy card: the card in the run's final/ covers only the model for all sites"
+        "\nit has no privacy card, because the card in the run's final/ covers only the shared model"
         in capsys.readouterr().out
     )
     prompt = load_file(tmp_path / "out" / "adapter.safetensors")["prompt"]
@@ -106,7 +106,7 @@ def test_what_the_server_sent_is_checked(tmp_path, capsys):
     assert re.search(rf"RUN/final: expected {re.escape(first)} .* found \(3, 5\)", capsys.readouterr().err)
     (tmp_path / "run" / "id").write_text("../" * 9)
     assert export(tmp_path) == 2
-    assert "expected the run's id" in capsys.readouterr().err
+    assert "expected the run's ID" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -131,7 +131,7 @@ def test_what_is_kept_but_is_no_model_of_the_sites_own_is_said_to_be_none(name, 
     assert export(tmp_path) == 2
     stderr = capsys.readouterr().err
     assert (
-        f"method.name: expected a method that keeps a part of the model at each site, found {name}, which keeps none"
+        f"method.name: expected a method that keeps part of the model at each site, found {name}, which keeps none"
         in stderr
     )
     assert not (tmp_path / "out").exists()

@@ -66,7 +66,7 @@ def test_two_logs_of_one_plan_are_found_equal(tmp_path, capsys):
     logs = [str(masked(tmp_path, site, HASH)) for site in ("north", "south")]
     assert main(["log", "compare", *logs]) == 0
     assert capsys.readouterr().out == (
-        "1 attempts of secure aggregation are in both logs: each has one plan and one list of its sum\n"
+        "1 secure-aggregation attempts are in both logs: each has one plan, and one list of sites in its sum\n"
     )
 
 
@@ -79,7 +79,7 @@ def test_two_logs_of_two_plans_are_found_to_contradict_each_other(tmp_path, caps
 def test_logs_without_a_common_attempt_are_not_called_equal(tmp_path, capsys):
     logs = [str(masked(tmp_path, site, HASH, attempt)) for attempt, site in enumerate(("north", "south"))]
     assert main(["log", "compare", *logs]) == 2
-    assert "expected rounds of secure aggregation that both sites took part in" in capsys.readouterr().err
+    assert "expected secure-aggregation rounds that both sites took part in" in capsys.readouterr().err
 
 
 def test_a_changed_log_is_not_compared(tmp_path, capsys):

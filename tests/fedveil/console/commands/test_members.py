@@ -31,7 +31,7 @@ def test_registering_with_a_server_that_is_not_there_says_how_to_start_it(tmp_pa
         FlowerCli(Path("pilot/server/flower")).nodes()
     assert main(["status", "--federation", "pilot"]) == 2
     output = capsys.readouterr()
-    assert "no run under" in output.out  # the runs, though nobody answers for the sites
+    assert "no runs in" in output.out  # the runs, though nobody answers for the sites
     assert "control port" in output.err
     assert main([*register, "--offline"]) == 0
     capsys.readouterr()

@@ -81,7 +81,7 @@ def column(tmp_path, monkeypatch):
 def test_without_a_package_of_figures_the_table_says_so_in_a_line(column, capsys):
     assert main(["methods", "--table"]) == 0
     said = capsys.readouterr().out
-    assert 'no column "measured": fedveil-bench is not installed' in said
+    assert 'no column "measured", because fedveil-bench is not installed' in said
     assert "measured ┃" not in said
 
 

@@ -87,8 +87,9 @@ def test_a_merged_folder_writes_in_transformers_what_generate_writes(fields, tmp
 def test_the_card_goes_with_a_merged_model_without_the_signatures_of_other_files(tmp_path, capsys):
     run = made(tmp_path / "run", **{"method.name": "fedavg", "method.params": "adapter = {rank = 2}"})
     assert said(capsys, "merge", run, tmp_path / "bare").splitlines() == [
-        str(tmp_path / "bare"), f"without a privacy card, because the run has none; fedveil card make {run} writes it",
-    ]  # fmt: skip
+        str(tmp_path / "bare"),
+        f"there is no privacy card, because the run has none; fedveil card make {run} writes one",
+    ]
     (run / "final" / "adapter_config.json").write_text("{}")
     cards.write_card(run / "final", card(tmp_path))
     (run / "final" / "privacy.dsse.json").write_text("{}")
@@ -205,9 +206,9 @@ def test_a_folder_that_is_no_run_or_a_hostile_one_gets_an_error_in_words(tmp_pat
         assert word in words
         assert "\x1b" not in words
     (run / "config.json").unlink()
-    assert "expected status.json or config.json of a run, found neither" in refused(capsys, *asked)
+    assert "expected a run's status.json or config.json, found neither" in refused(capsys, *asked)
     (run / "status.json").write_text("{}")
-    assert "expected config.json of a run that has started" in refused(capsys, *asked)
+    assert "expected the config.json of a run that has started" in refused(capsys, *asked)
 
 
 def test_no_run_is_said_alike_by_every_command_and_before_torch_is_loaded(tmp_path):
@@ -224,8 +225,8 @@ assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     begins = f"error: run folder {tmp_path}/"
-    expected = ": expected status.json or config.json of a run, found "
+    expected = ": expected a run's status.json or config.json, found "
     assert set(done.stderr.splitlines()) == {
-        f"{begins}gone{expected}no such folder; fedveil status lists the runs below a folder",
-        f"{begins}runs{expected}runs below it; name one: {tmp_path}/runs/first, {tmp_path}/runs/second",
+        f"{begins}gone{expected}no such folder; fedveil status lists the runs in a folder",
+        f"{begins}runs{expected}runs inside it; name one: {tmp_path}/runs/first, {tmp_path}/runs/second",
     }

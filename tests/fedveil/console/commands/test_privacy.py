@@ -37,7 +37,7 @@ def planned(capsys, *arguments: str) -> tuple[list[float], str]:
 def test_a_plan_there_and_back(capsys):
     (worst, better), there = planned(capsys, *PLAN, *DP_FPL, "--sampling", "disjoint", "--epsilon", "2")
     assert "does not time the site" not in there
-    assert "for the most charged site (40 examples" in there
+    assert "for the site with the highest cost (40 examples" in there
     assert better < worst <= 2
     assert worst > 1.98
     z = re.search(r"noise_local = ([\d.]+)", there)[1]
@@ -62,7 +62,7 @@ def test_a_plan_reads_the_run_config_as_every_other_command_does(capsys, tmp_pat
     plan = ["privacy", "plan", "--config", str(file), "--sites", "100"]
     (epsilon,), stdout = planned(capsys, *plan)
     assert epsilon == pytest.approx(4.1602, rel=0.01)
-    assert stdout.splitlines()[-1].startswith("In this run alone, for the most charged site (100 examples")
+    assert stdout.splitlines()[-1].startswith("In this run alone, for the site with the highest cost (100 examples")
     for words in (
         f"epsilon {epsilon:g} at delta 1e-05 (replace-one) against the server, other sites and all of them together",
         "unit: one example of one site's data set",
@@ -99,7 +99,7 @@ def test_noise_is_computed_for_the_epsilon_of_the_run_config(capsys):
     assert 2.9 < epsilon <= 3
     assert "needs dp.noise-multiplier" in stdout
     assert main([*plan, "--noise-multiplier", "0.6"]) == 0
-    assert "a site's ledger stops this run before its end, at the run's own limit 3" in capsys.readouterr().err
+    assert "a site's ledger stops this run early, at the run's own limit of 3" in capsys.readouterr().err
 
 
 def test_a_plan_of_noise_in_the_sum_has_both_figures(capsys):
@@ -221,7 +221,7 @@ def test_a_repeated_round_is_charged_twice():
 
 def test_seeded_noise_and_methods_without_a_claim_say_so():
     assert privacy_statements.privacy_statements(run_of(deterministic=True)) == [
-        "Not private: seeded noise (run.deterministic = true). Epsilon infinite."
+        "Not private: seeded noise (run.deterministic = true). Epsilon is infinite."
     ]
     assert "no claim" in privacy_statements.privacy_statements(run_of("fedavg"))[0]
     assert "rho" in privacy_statements.privacy_statements(run_of("fedavg", rho=1))[0]
@@ -234,14 +234,14 @@ def test_the_end_of_a_private_run_says_its_epsilon_with_all_that_it_means():
     assert "sampling: no gain from sampling" in first
     assert "accountant: the analytic Gaussian mechanism (exact" in first
     assert "No site's ledger lets this run cost an example more than epsilon 3 at delta 1e-05 (replace-one)" in first
-    assert "other runs on the example add to it" in first
+    assert "other runs on an example add to it" in first
     assert "against the server, other sites and all of them together, this run only." in of_a
     line = privacy_statements.privacy_summary(run)
     assert line.startswith(
-        f"privacy: this run cost an example of a, the most charged site, at most epsilon {epsilons(of_a)[0]:g}"
+        f"privacy: this run cost an example at a, the highest-cost site, at most epsilon {epsilons(of_a)[0]:g}"
     )
     assert "against the server, other sites and all of them together; unit: one example" in line
-    assert "Not known for 1 of 2 sites" in line
+    assert "Unknown for 1 of 2 sites" in line
 
 
 def test_the_end_of_other_runs_says_nothing_or_why_it_is_not_private():

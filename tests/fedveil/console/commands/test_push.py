@@ -208,7 +208,7 @@ def test_a_hub_that_refuses_or_is_away_is_named_without_the_token(hub, run, caps
     hub.refuses = True
     assert main(["push", str(run), "me/model"]) == 2
     said = capsys.readouterr().err
-    assert "repository me/model: expected the Hub to take the upload" in said
+    assert "repository me/model: expected the Hub to accept the upload" in said
     assert TOKEN not in said
     hub.refuses, hub.yaml_errors = False, ["unknown license"]
     assert main(["push", str(run), "me/model"]) == 2

@@ -185,16 +185,17 @@ def test_page_and_lists_say_which_round_was_kept_and_why_the_run_stopped(make_ru
     assert run.final["loss"] == dict(loss)[1]
     assert run.final["bleu"] == 7.0
     page = report.run_page_html([run])
-    assert "the model is that of round 1, with the best &lt;loss&gt; 0.5; stopped early, after round &lt;3&gt;" in page
+    assert (
+        "the model is the one from round 1, with the best &lt;loss&gt; 0.5; stopped early, after round &lt;3&gt;"
+        in page
+    )
     status["best"]["kept"] = False
     (folder / "status.json").write_text(json.dumps(status))
-    assert (
-        "the best <loss> 0.5 was after round 1; the model is that of the last round" in runs.load_run(folder).of_round
-    )
+    assert "the best <loss> 0.5 was after round 1; the model is from the last round" in runs.load_run(folder).of_round
     del status["final"]
     status["best"]["kept"] = True
     (folder / "status.json").write_text(json.dumps(status))
-    assert "the model is so far that of round 1" in runs.load_run(folder).of_round
+    assert "the model is so far the one from round 1" in runs.load_run(folder).of_round
     assert listed(folder.parent)[0][0].endswith("stopped early, after round <3>")
 
 
@@ -221,7 +222,7 @@ def test_only_plain_fedavg_is_the_baseline_of_bytes(tmp_path):
     both = _configured(masked_run.folder, **{"dp.noise-multiplier": 1.0})
     assert summary.protection(both) == "sum of at least 3 sites and noise 1.0, no limit on epsilon"
     page = report.run_page_html([plain, fedrand])
-    assert "Here that is fedavg." in page
+    assert "Here, that is fedavg." in page
     assert '<th scope="col">protection</th>' in page
 
 
@@ -233,5 +234,5 @@ def test_runs_that_were_not_scored_alike_are_said_to_be(tmp_path):
     assert "task.evaluation (fedavg: unset, fedrand: other<b>)" in words
     assert "evaluate.eval-examples (fedavg: unset, fedrand: 8)" in words
     page = report.run_page_html([one, other])
-    assert '<p class="alert">Not scored alike' in page
+    assert '<p class="alert">Scored differently' in page
     assert "other<b>" not in page

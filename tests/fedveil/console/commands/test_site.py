@@ -111,7 +111,7 @@ def test_workers_are_asked_every_other_second_however_often_the_line_is_drawn(mo
 
 def test_without_a_worker_it_says_why_there_may_be_none(tmp_path, capsys):
     assert main(["site", "status", "--state-dir", str(tmp_path)]) == 1
-    assert f"no worker under {tmp_path}" in capsys.readouterr().out
+    assert f"no worker in {tmp_path}" in capsys.readouterr().out
 
 
 def test_why_the_last_turn_failed_is_said_until_one_succeeds(tmp_path, capsys):

@@ -85,7 +85,7 @@ def test_a_folder_that_is_no_federation_is_named_as_it_was_given(tmp_path, capsy
     assert main(["submit", "--federation", str(tmp_path / "pilt"), "--extras-at-server"]) == 2
     message = f"{tmp_path}/pilt: expected a folder made by fedveil provision, found no server/flower/config.toml in it"
     assert f"error: {message}; name that folder" in capsys.readouterr().err
-    with pytest.raises(LaunchError, match="FLWR_HOME: expected config.toml in .*; name the folder that has it"):
+    with pytest.raises(LaunchError, match="FLWR_HOME: expected config.toml in .*; name the folder that contains it"):
         FlowerCli(tmp_path)
 
 

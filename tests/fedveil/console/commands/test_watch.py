@@ -132,7 +132,7 @@ def test_what_cannot_be_watched_is_refused(arguments, reason, capsys):
 
 
 def test_status_names_each_run_and_why_it_failed(make_run, tmp_path, capsys):
-    assert status.runs_table(tmp_path) == ([f"no run under {tmp_path}"], True)
+    assert status.runs_table(tmp_path) == ([f"no runs in {tmp_path}"], True)
     make_run(method="fedavg")
     assert main(["status", str(tmp_path)]) == 0
     make_run(method="fedrand", state="failed")
@@ -251,7 +251,7 @@ def test_a_run_that_says_it_runs_and_writes_nothing_is_called_silent(make_run, t
     assert status.runs_table(tmp_path)[1]
     lines, well = status.runs_table(tmp_path, now=time.time() + 7200)
     assert "silent" in lines[0]
-    assert "nothing written for 120 minutes" in lines[0]
+    assert "no output for 120 minutes" in lines[0]
     assert not well
     (folder / "status.json").write_text("{")
     assert "cannot be read" in status.runs_table(tmp_path)[0][0]
@@ -263,11 +263,11 @@ def test_a_run_that_says_it_runs_and_writes_nothing_is_called_silent(make_run, t
     "state,flower,words",
     [
         ("invited", None, "not registered yet"),
-        ("revoked", None, r"its key is revoked \(its last day was 2026-05-01\).* --renew --renew-signing$"),
+        ("revoked", None, r"its key is revoked \(expiry date: 2026-05-01\).* --renew --renew-signing$"),
         ("expired", None, "its key is expired .* --renew$"),
         ("registered", "online", "^$"),
         ("registered", "offline", "stopped or disconnected"),
-        ("registered", "registered", "never online with its registered key: it was not started yet"),
+        ("registered", "registered", "never online with its registered key: it has not been started yet"),
         ("registered", None, "not known to Flower"),
     ],
 )

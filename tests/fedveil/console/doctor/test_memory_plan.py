@@ -53,7 +53,7 @@ def test_an_8_b_base_of_four_bits_fits_a_gpu_of_24_gb_and_a_70_b_base_does_not(t
     stdout = capsys.readouterr().out
     assert "fail  memory                 does not fit: needs" in stdout
     assert "use a smaller base" in stdout
-    assert "for seconds, set --tflops" in stdout
+    assert "to get seconds, set --tflops" in stdout
 
 
 @pytest.mark.long
@@ -85,7 +85,7 @@ def test_processes_of_a_machine_without_gpus_would_share_its_memory(monkeypatch,
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert doctor("task.model=tiny", options=["--gpus", "2"]) == 1
     stdout = capsys.readouterr().out
-    assert "--gpus: expected at most 0, the GPUs of this machine, or --gpu-gb with it, found 2" in stdout
+    assert "--gpus: expected at most 0 (this machine's GPUs), or --gpu-gb with it, found 2" in stdout
 
 
 @pytest.mark.long
@@ -93,7 +93,7 @@ def test_what_would_fit_is_named_and_fits(tmp_path, capsys):
     eight = folder(tmp_path / "8b", B8)
     assert doctor(f"task.model={eight}", options=["--gpu-gb", "12"]) == 1
     verdict = next(line for line in capsys.readouterr().out.splitlines() if " memory " in line)
-    words = verdict.partition("; with ")[2].rpartition(" it needs ")[0]
+    words = verdict.partition("; with ")[2].rpartition(", it needs ")[0]
     changed = [text.replace(" = ", "=") for text in words.split(", ")]
     assert "train.quantized-base=4bit" in changed
     assert doctor(f"task.model={eight}", *changed, options=["--gpu-gb", "12"]) == 0
@@ -148,7 +148,8 @@ def test_the_rows_of_the_data_are_planned_for_where_they_are_known(tmp_path, cap
     data = f"task.data={tmp_path}"
     assert doctor("task.model=tiny", data) == 0
     assert (
-        "training, 45 examples per round (all of the data; sites that share it have fewer): " in capsys.readouterr().out
+        "training, 45 examples per round (all of the data; if sites share it, each has fewer): "
+        in capsys.readouterr().out
     )
     assert doctor("task.model=tiny", data, "task.examples-per-site=20") == 0
     assert "training, 20 examples per round (" in capsys.readouterr().out

@@ -36,36 +36,36 @@ def test_a_signing_key_must_be_the_requested_one(federation, capsys):  # noqa: F
     assert checks.run_check("", lambda: secagg_checks.signing_key(site, keys)).verdict == "ok"
     (keys / "signing.key").write_bytes(bytes(range(32)))
     result = checks.run_check("", lambda: secagg_checks.signing_key(site, keys))
-    assert (result.verdict, "found 03a1 07bf f3ce 10be: the server would count" in result.text) == ("fail", True)
+    assert (result.verdict, "found 03a1 07bf f3ce 10be, with which the server would" in result.text) == ("fail", True)
 
 
 @pytest.mark.parametrize(
     "policy,verdict,words",
     [
-        (None, "warn", "only the server then vouches for the sites' keys"),
-        ("", "ok", "only the server then vouches for the sites' keys"),
+        (None, "warn", "then only the server vouches for the sites' keys"),
+        ("", "ok", "then only the server vouches for the sites' keys"),
         ("require-secure = true", "warn", "the policy names no roster"),
-        (ROSTER, "warn", "permits unmasked runs"),
-        ("min-cohort = 3", "warn", "permits unmasked runs"),
+        (ROSTER, "warn", "permits unmasked ones"),
+        ("min-cohort = 3", "warn", "permits unmasked ones"),
         (
             f"require-secure = true\n{ROSTER}",
             "warn",
-            "admits any code, which may do without it: set app-digests or signers",
+            "admits any code, which could ignore it; set app-digests or signers",
         ),
         (
             f"require-secure = true\n{KNOWN}\n{ROSTER}",
             "warn",
-            "Without min-cohort the policy permits cohorts of 2 sites, and sums with 2 honest sites",
+            "Without min-cohort, the policy permits cohorts of 2 sites, and sums with 2 honest sites",
         ),
         (
             f"require-secure = true\n{KNOWN}\nmin-colluders = 1\n{ROSTER}",
             "warn",
-            "Without min-cohort the policy permits cohorts of 3 sites, and sums with 2 honest sites",
+            "Without min-cohort, the policy permits cohorts of 3 sites, and sums with 2 honest sites",
         ),
         (
             f"require-secure = true\n{KNOWN}\nmin-cohort = 5\nmin-colluders = 1\n{ROSTER}",
             "ok",
-            "which must be the same at the other sites. Holds against a server that lies and up to 1 site with it",
+            "which must be the same at all other sites. Holds against a server that lies and up to 1 site with it",
         ),
     ],
 )
@@ -98,4 +98,4 @@ def test_the_servers_roster_must_fit_the_registry(federation, capsys):  # noqa: 
     main(["doctor", "--federation", str(federation)])
     assert "fail  roster " in capsys.readouterr().out
     roster_file(federation).write_text(json.dumps({"signing_keys": {"north": "x"}}))
-    assert "run fedveil members roster to write it again" in secagg_checks.check_registered_key(federation).text
+    assert "run fedveil members roster to rewrite it" in secagg_checks.check_registered_key(federation).text

@@ -148,7 +148,7 @@ def test_the_list_names_the_node_of_each_site_once_all_are_registered(tmp_path):
     signers = SiteSigners.from_json(json.loads(instruction_key_files.signers_file(tmp_path / "f").read_text()))
     assert {name: site.node for name, site in signers.sites.items()} == {"a": "12345", "b": "6"}
     federation.processes.log("register-b").write_text("{}")
-    with pytest.raises(LaunchError, match="number of its node"):
+    with pytest.raises(LaunchError, match="its node ID"):
         federation._node_number("b")
 
 

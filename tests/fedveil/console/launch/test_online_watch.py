@@ -84,7 +84,7 @@ def test_a_supernode_that_the_server_ended_is_not_taken_for_one_that_was_stopped
     processes.log("north").write_text("SuperNode ID: 5\nSuperNode terminated gracefully.\n")
     states = iter([None, 0])
     processes.ended = lambda name: next(states)
-    with pytest.raises(ConfigError, match="the server refused this site's key.*at the next start"):
+    with pytest.raises(ConfigError, match="the server refused this site's key.*on the next start"):
         watch(processes).until_ended()
 
 
@@ -134,7 +134,7 @@ def test_what_is_missing_is_said_once_and_looked_for_until_the_site_is_online(tm
     [
         (7200, "fail", "this machine's clock is 7,200 s ahead of the server's"), (-7200, "fail", "7,200 s behind the"),
         (6, "fail", "up to 5 s ahead and 305 s behind"), (4, "warn", "within 4 s"), (0, "ok", "within 0 s"),
-        (-300, "ok", "within 300 s"), (None, "ok", "does not name its time"),
+        (-300, "ok", "within 300 s"), (None, "ok", "does not report its time"),
     ],
 )  # fmt: skip
 def test_a_clock_that_is_off_is_said_by_doctor_and_at_the_start(ahead, verdict, words, monkeypatch, tmp_path):
@@ -201,8 +201,8 @@ def test_a_server_that_is_away_is_said_once_and_that_it_is_back(tmp_path, monkey
     assert after(5, _FAILED, _BACK) == []  # too short to be worth a word
     assert after(60, _FAILED) == []
     assert after(10, _FAILED) == [
-        "site north: no answer from the server at h:1 since 12:03:04; this site keeps retrying, and resumes by itself "
-        "once it answers"
+        "site north: no answer from the server at h:1 since 12:03:04; the site keeps retrying and resumes on its own "
+        "once the server answers"
     ]
     assert after(30, _FAILED) == []
     assert after(20, _BACK) == ["site north: the server answers again, after 60 s"]

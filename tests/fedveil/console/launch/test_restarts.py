@@ -29,7 +29,7 @@ def test_the_same_end_ten_times_in_ten_minutes_is_the_last_and_has_its_reason() 
         restarts.delay("superlink 1", "no space left", 1.0)
         restarts.delay("superlink 9", "killed", 1.0)
         clock.now += 60
-    with pytest.raises(ConfigError, match=r"no space left: 10 times within 10 minutes; .*fix that first"):
+    with pytest.raises(ConfigError, match=r"no space left: 10 times within 10 minutes, .*fix that first"):
         restarts.delay("superlink 1", "no space left", 1.0)
     clock.now += 700
     assert restarts.delay("superlink 1", "no space left", 1.0) == 60

@@ -125,7 +125,7 @@ def test_a_full_disk_is_said_once_and_so_is_its_end(pilot, monkeypatch, capsys):
 def test_a_database_with_garbage_in_its_header_is_named_before_anything_is_started(content, pilot, capsys):
     (pilot / "server" / "superlink.db").write_bytes(content)
     assert main(["server", "start", str(pilot)]) == 2
-    assert "superlink.db: expected Flower's database, found a damaged or another file" in (
+    assert "superlink.db: expected Flower's database, found a damaged or different file" in (
         stderr := capsys.readouterr().err
     )
     assert f"fedveil members sync {pilot}" in stderr

@@ -140,7 +140,7 @@ def test_a_signing_key_that_was_not_registered_is_named_before_anything_is_start
     assert start(kit, "--signing-key", str(other)) == 2
     stderr = capsys.readouterr().err
     assert f"{other}: expected the signing key {enrollment.short_key(public_key(own))}, which {kit}/keys/req" in stderr
-    assert "found 03a1 07bf f3ce 10be: the server would count no reply of this site; restore" in stderr
+    assert "found 03a1 07bf f3ce 10be, with which the server would count no replies; restore" in stderr
     # A renewal leaves the earlier keys in use until the operator has registered the new ones.
     assert main(["site", "init", "--kit", str(kit), "--renew", "--renew-signing"]) == 0
     earlier = ("--key", str(kit / "keys" / "node.key.old"), "--signing-key", str(kit / "keys" / "signing.key.old"))
@@ -293,7 +293,7 @@ def test_a_site_that_runs_here_already_is_not_started_again(kit, capsys):
     output = capsys.readouterr()
     assert "site north: already running from" in output.err
     assert output.out.count("\n") == 1  # nobody was asked
-    assert "site-policy.toml permits nothing yet (methods, tasks, models, app-digests empty)" in output.out
+    assert "site-policy.toml permits nothing yet (empty: methods, tasks, models, app-digests)" in output.out
 
 
 @pytest.mark.parametrize("refusals,code", [(2, 0), (99, 2)])

@@ -179,7 +179,7 @@ def test_a_kit_of_an_old_folder_gets_keys_and_marks_its_site(federation, capsys)
     members = SiteRegistry(federation)
     assert members.instruction_keys == (public_key(current_file(federation)), public_key(standby_file(federation)))
     assert fingerprint(members) in output
-    assert "south: from now on its replies must be signed" in output
+    assert "south: its replies must be signed from now on" in output
     assert {site: members.signs(site) for site in members.sites} == {"north": False, "south": True}
     found = signers(federation)
     assert not found.required
@@ -244,7 +244,7 @@ def test_a_renewal_makes_the_standby_key_the_current_one_and_writes_kits_again(f
     pinned = InstructionKeys.from_file(unpacked(federation) / "instruction-keys.toml")
     assert pinned.keys == members.instruction_keys
     assert f"fedveil site trust NEW-FILE --kit . --fingerprint {fingerprint(members)}" in output
-    assert "1 kits written again" in output
+    assert "1 kits rewritten" in output
     assert (kits / "south.tar.gz").read_bytes() == south  # it was revoked
     for file in (current_file(federation), standby_file(federation)):
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -285,7 +285,7 @@ def test_the_current_key_is_not_taken_for_the_standby_key(federation, capsys, tm
     before = {file: file.read_bytes() for file in federation.rglob("*") if file.is_file() and file.name != ".lock"}
     for path in (current, link, hard, current.parent / ".." / "instruct" / current.name):
         assert main(["members", "renew-instruction-key", str(federation), "--standby-key", str(path)]) == 2
-        assert "--standby-key: expected the file of the standby key, found the current key's" in capsys.readouterr().err
+        assert "--standby-key: expected the standby key's file, found the current key's file" in capsys.readouterr().err
         after = {file: file.read_bytes() for file in federation.rglob("*") if file.is_file() and file.name != ".lock"}
         assert after == before
 
@@ -320,8 +320,8 @@ def test_a_renewal_in_an_old_folder_draws_keys_and_names_the_sites_that_now_sign
     make_old(federation)
     assert main(["members", "renew-instruction-key", str(federation)]) == 0
     output = capsys.readouterr().out
-    assert "drawn, because this folder had none" in output
-    assert "from now on the replies of north, south must be signed" in output
+    assert "generated, because this folder had none" in output
+    assert "from now on, replies from north, south must be signed" in output
     assert all(site.signs for site in signers(federation).sites.values())
     members = SiteRegistry(federation)
     assert public_key(current_file(federation)) == members.instruction_keys[0]
@@ -378,8 +378,8 @@ def test_a_site_that_is_not_registered_hinders_no_requirement_and_needs_a_new_ki
     capsys.readouterr()
     assert main(command) == 0
     output = capsys.readouterr().out
-    assert "north: invited; before it registers, it needs the kit of fedveil members kit" in output
-    assert "south: revoked; before it registers, it needs the kit of fedveil members kit" in output
+    assert "north: invited; before it registers, it needs a kit from fedveil members kit" in output
+    assert "south: revoked; before it registers, it needs a kit from fedveil members kit" in output
     assert "west" not in output
     assert signers(federation).required
     assert register(federation, kit, "-") == 2  # of the old kit

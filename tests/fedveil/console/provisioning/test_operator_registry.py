@@ -117,7 +117,7 @@ def test_the_last_admin_is_revoked_only_on_purpose(pilot, capsys):
     registry.add("eva", "submit", 9, False)
     before = (registry_folder(pilot) / "operators.json").read_bytes()
     assert main(["operators", "revoke", str(pilot), "owner"]) == 2
-    assert "owner is the last operator with the role admin; add another first" in capsys.readouterr().err
+    assert "owner is the last operator with the admin role; add another first" in capsys.readouterr().err
     assert (registry_folder(pilot) / "operators.json").read_bytes() == before
     assert main(["operators", "revoke", str(pilot), "eva"]) == 0
     assert main(["operators", "revoke", str(pilot), "owner", "--last-admin"]) == 0

@@ -399,7 +399,7 @@ def test_the_server_gets_a_new_certificate_from_the_same_ca(federation, capsys, 
 def test_a_lost_certificate_is_named(federation, action, lost, capsys):
     (federation / lost).write_text("torn")
     assert main(["members", action, str(federation)]) == 2
-    assert f"{lost}: expected a certificate that fedveil provision made" in capsys.readouterr().err
+    assert f"{lost}: expected a certificate made by fedveil provision" in capsys.readouterr().err
     (federation / lost).unlink()
     assert main(["members", action, str(federation)]) == 2
 
@@ -438,10 +438,10 @@ def test_a_server_is_written_with_its_port_as_its_kind_of_address_has_it(tmp_pat
         ('name = "p"\nserver = []\nsites = ["a"]', "server: List should have at least 1"),
         ('name = "../p"\nserver = ["h"]\nsites = ["a"]', "name: String should match"),
         ('name = "p"\nserver = ["h"]\nsites = ["a", "A"]', "sites: .*expected unique site names"),
-        ('name = "p"\nserver = ["h x"]\nsites = ["a"]', "server.0: expected a host's name or address, such as"),
+        ('name = "p"\nserver = ["h x"]\nsites = ["a"]', "server.0: expected a host name or address, such as"),
         (
             'name = "p"\nserver = ["h:9092"]\nsites = ["a"]',
-            "server.0: expected .* without a port, .* is fleet-port",
+            "server.0: expected .* without a port, .* is set by fleet-port",
         ),
         ('name = "p"\nserver = ["[::1]:9092"]\nsites = ["a"]', "server.0: expected .* without a port"),
         ('name = "p"\nserver = ["fe80::1%eth0x"]\nsites = ["a"]', "server.0: expected .* without a port"),
@@ -488,7 +488,7 @@ def test_a_site_is_added_with_its_kit_and_registered_like_the_others(federation,
 @pytest.mark.parametrize(
     "name,reason",
     [
-        ("NORTH", "SITE: expected a name that is not used yet, found north; its kit is .*kits/north.tar.gz"),
+        ("NORTH", "SITE: expected an unused name, found north; its kit is .*kits/north.tar.gz"),
         ("../x", "SITE: expected letters, digits, .* found '../x'; choose another"),
         ("superlink", 'SITE: expected .* not "superlink"'),
     ],
@@ -562,7 +562,7 @@ def test_a_kit_whose_instruction_keys_were_changed_on_the_way_is_found_by_both_e
     assert SiteRegistry(federation).sites["north"]["state"] == "invited"
     (kit / "instruction-keys.toml").write_text("# the same, written otherwise\n" + pinned.to_toml())
     assert main(["site", "init", "--kit", str(kit), "--renew"]) == 0
-    assert f"by telephone: {expected}\n" in capsys.readouterr().out
+    assert f"by phone: {expected}\n" in capsys.readouterr().out
     assert register(federation, kit, "-") == 0
 
 
@@ -611,7 +611,7 @@ def test_a_renamed_server_has_a_certificate_for_both_names_and_kits_with_the_new
     capsys.readouterr()
     assert main(["server", "rename", str(federation), "new.example.org", "10.9.8.7"]) == 0
     said = capsys.readouterr().out
-    assert "kits written again with new.example.org:" in said
+    assert "kits rewritten with new.example.org:" in said
     assert "*/site.toml" in said
     about = json.loads((federation / "registry" / "members.json").read_text())["federation"]
     assert about["server"] == ["new.example.org", "10.9.8.7", *old]
@@ -624,7 +624,7 @@ def test_a_renamed_server_has_a_certificate_for_both_names_and_kits_with_the_new
     assert "new.example.org" not in names_of(federation / "server" / "server.pem")
     kit.write_bytes(b"no archive")
     assert main(["members", "address", str(federation)]) == 0
-    assert f"has none; write it again: fedveil members kit {federation}" in capsys.readouterr().out
+    assert f"has no address; rewrite it: fedveil members kit {federation}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["https://x.org", "x.org:9092", "-x", "x y"])
@@ -654,5 +654,5 @@ def test_a_moved_folder_is_reached_by_its_own_certificate(federation):
         connection = tomllib.loads(config.read_text())["superlink"]["fedveil"]
         assert connection["root-certificates"] == str(moved / "server" / "ca.crt")
     config.write_text("[superlink]\n")
-    with pytest.raises(LaunchError, match="expected the connection to the server at this place"):
+    with pytest.raises(LaunchError, match="expected a connection to this folder's server"):
         FlowerCli(moved / "server" / "flower")

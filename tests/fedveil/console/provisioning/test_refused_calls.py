@@ -78,7 +78,7 @@ def test_status_shows_a_rogue_beside_its_state_and_does_not_exit_with_0(folder, 
     refuse(folder, "north", 1)
     lines, is_well = status._sites(folder)
     assert is_well
-    assert "1 call refused in the last 24 h, the last at " in lines[1]
+    assert "1 call refused in the last 24 h, most recently at " in lines[1]
     refuse(folder, "north", fleet_limits.ROGUE_REFUSALS_A_MINUTE)
     lines, is_well = status._sites(folder)
     assert not is_well

@@ -36,15 +36,15 @@ def epsilon(charges, delta=1e-5, neighbours=Adjacency.REPLACE_ONE) -> str:
 def test_no_ledger_no_line(tmp_path, capsys):
     assert ledger_lines(tmp_path) == []
     assert main(["site", "ledger", "show", "--state-dir", str(tmp_path)]) == 0
-    assert "no privacy ledger below" in capsys.readouterr().out
+    assert "no privacy ledger in" in capsys.readouterr().out
 
 
 def test_what_holds_over_all_runs_and_what_is_reserved_against_each_party(tmp_path, capsys):
     own = replace(OWN, epsilon=2 * accounting.compute_epsilon({STEP: 2}, 1e-5 / 16, Adjacency.REPLACE_ONE))
     charge(tmp_path, {STEP: 1}, own=own)
     about = (
-        f"at most epsilon {own.epsilon:.4g} at delta 1e-05 (replace-one) over all runs, whatever was decided between "
-        f"them; 50 % of it is reserved. {epsilon({STEP: 1})} so far, if all runs had been planned together"
+        f"at most epsilon {own.epsilon:.4g} at delta 1e-05 (replace-one) over all runs, regardless of decisions "
+        f"between them; 50 % of it is reserved. {epsilon({STEP: 1})} so far, if all runs had been planned together"
     )
     lines = ledger_lines(tmp_path)
     assert lines == [
@@ -77,7 +77,7 @@ def test_above_sixteen_runs_no_limit_is_said_to_hold_over_all_runs(tmp_path):
 def test_an_open_entry_is_shown_with_its_run(tmp_path, capsys):
     open_ledger(tmp_path).note_open("plain-1", "it has no privacy guarantee", OWN)
     charge(tmp_path, {STEP: 1})
-    assert "over all runs epsilon is infinite, because of run plain-1" in ledger_lines(tmp_path)[1]
+    assert "over all runs, epsilon is infinite, because of run plain-1" in ledger_lines(tmp_path)[1]
     main(["site", "ledger", "show", "--state-dir", str(tmp_path)])
     assert "  run plain-1; open against everyone: it has no privacy guarantee" in capsys.readouterr().out
 
@@ -100,7 +100,7 @@ def test_the_policy_s_limit_is_shown_and_a_sealed_ledger_takes_its_key(tmp_path)
     (state / "north.toml").write_text(f'site = "north"\npolicy = "{policy}"\nkey-file = "{tmp_path / "key"}"\n')
     assert ledger_lines(state) == ledger_lines(state, str(policy), str(tmp_path / "key"))
     policy.write_text('delta = 1e-3\nadjacency = "zero-out"\n')
-    assert "no run with a claim is permitted until it is set back" in ledger_lines(state)[-1]
+    assert "no run with a claim is permitted until it is changed back" in ledger_lines(state)[-1]
 
 
 def test_a_limit_that_was_changed_is_shown(tmp_path):

@@ -122,7 +122,7 @@ def test_what_the_server_learns_of_a_secure_run_is_the_sum(make_run):
     )
     assert "The server learns: each client&#x27;s trained weights, in full." in clear
     assert (
-        "The server learns: the sum over the sites of each round. A server that followed the protocol could not see"
+        "The server learns: each round&#x27;s sum over the sites. A server that followed the protocol could not see"
         in secure
     )
     assert "Without secure aggregation it would be: one trained factor of each client" in secure
@@ -191,7 +191,7 @@ def test_a_run_that_lost_a_site_is_no_plain_completed_run_anywhere(make_run, cap
     tag = f'<span class="tag partial">completed, {words}</span>'
     page = run_page.run_page_html([run])
     assert tag in page
-    assert "the model has no upload of site-3 since round 2." in page
+    assert "the model has no upload from site-3 since round 2." in page
     client = opened(run.folder.parent)
     assert tag in client.get(f"{client.base}/").text
     assert tag in client.get(f"{client.base}/runs/{run.name}").text

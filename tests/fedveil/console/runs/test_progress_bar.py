@@ -65,7 +65,7 @@ def test_eighty_columns_have_the_whole_cause_of_a_round_without_a_sum(make_run):
         bar.tick({"state": "running", "round": 0})
     text = " ".join(out.getvalue().split())
     assert why in text
-    assert "no site asked to train, too few" in text
+    assert "no site was asked to train, too few" in text
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_an_attempt_without_a_site_counts_none(make_run, monkeypatch):
     out = io.StringIO()
     with RunProgress(Console(file=out, width=200), run, "run", 5) as bar:
         bar.tick({"state": "running"})
-    assert "no site asked to train, too few" in out.getvalue()
+    assert "no site was asked to train, too few" in out.getvalue()
     assert "0 of 0" not in out.getvalue()
 
 
@@ -151,4 +151,4 @@ def test_a_round_that_the_server_does_not_score_has_what_its_sites_told(make_run
     )
     assert len(losses) == 3
     line = next(line for line in closing_lines(run) if line.startswith("rounds: "))
-    assert line.endswith(f"none by the server; loss at the sites, on their training examples: {losses[-1]}")
+    assert line.endswith(f"none from the server; loss at the sites, on their training examples: {losses[-1]}")

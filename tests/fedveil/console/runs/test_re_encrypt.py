@@ -83,7 +83,7 @@ def test_a_site_is_sealed_goes_to_another_key_and_back_and_keeps_everything(home
     rows.parent.mkdir(parents=True)
     rows.write_bytes(b"rows in the clear")
     assert home.seal("--key-file", str(home.keys / "a")) == 0
-    assert f"10 files sealed under key {first.id}" in capsys.readouterr().out
+    assert f"10 files encrypted with key {first.id}" in capsys.readouterr().out
     assert all(read_seal_header(file).key == first.id for file in home.files())
     assert not rows.exists()
     assert home.seen(first) == clear
@@ -167,7 +167,7 @@ def test_a_site_does_not_start_with_a_key_that_does_not_fit_what_is_there(home, 
     assert main([*start, "--key-file", str(home.keys / "a")]) == 2
     assert "found an unsealed one" in capsys.readouterr().err
     assert home.seal("--key-file", str(home.keys / "a")) == 0
-    for more, reason in (([], "found a sealed one"), (["--key-file", str(home.keys / "b")], "found one of key")):
+    for more, reason in (([], "found a sealed one"), (["--key-file", str(home.keys / "b")], "found one sealed under")):
         assert main([*start, *more]) == 2
         assert reason in capsys.readouterr().err
     (home.keys / "a").chmod(0o644)
@@ -178,12 +178,12 @@ def test_a_site_does_not_start_with_a_key_that_does_not_fit_what_is_there(home, 
 def test_doctor_says_how_things_are_kept_also_during_a_turn(home):
     key = home.new_key("a")
     result = checks.key_file("", home.state)
-    assert (result.verdict, "unsealed: the node config names no key-file" in result.text) == ("ok", True)
+    assert (result.verdict, "unencrypted: the node config names no key-file" in result.text) == ("ok", True)
     assert checks.run_check("key file", lambda: checks.key_file(str(home.keys / "a"), home.state)).verdict == "fail"
     re_encrypt.re_encrypt_files(home.state, FileSeal(), key)
     with ClientStateStore.open(home.state, "one", "north").in_turn():
         result = checks.key_file(str(home.keys / "a"), home.state)
-    assert (result.verdict, f"sealed under key {key.id}" in result.text) == ("ok", True)
+    assert (result.verdict, f"encrypted with key {key.id}" in result.text) == ("ok", True)
     assert checks.run_check("key file", lambda: checks.key_file("", home.state)).verdict == "fail"
 
 

@@ -226,8 +226,8 @@ def test_without_an_audit_log_nothing_is_removed(tmp_path):
         ([], "--older-than: expected a number of days, or --run NAME, found neither"),
         (["--older-than", "-1"], "--older-than: expected a number of days, at least 0, found -1.0"),
         (["--older-than", "nan"], "--older-than: expected a number of days, at least 0, found nan"),
-        (["--run", "other"], "--run: expected a run below .*, found 'other'; fedveil site status lists them"),
-        (["--run", "workers"], "--run: expected a run below .*, found 'workers'"),
+        (["--run", "other"], "--run: expected a run in .*, found 'other'; fedveil site status lists them"),
+        (["--run", "workers"], "--run: expected a run in .*, found 'workers'"),
     ],
 )
 def test_what_shall_go_must_be_said_and_be_there(arguments, reason, tmp_path, capsys):

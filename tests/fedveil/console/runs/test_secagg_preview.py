@@ -75,7 +75,7 @@ def test_in_plain_words(tmp_path, capsys):
     assert main([*chosen, "--policy", str(policy)]) == 0
     stdout = capsys.readouterr().out
     for words in (
-        "masked, for a sum with other sites", "not sent: its number of examples",
+        "masked for a sum with other sites", "not sent: its number of examples",
         "values are clipped to +-8 here; rounding changes a mean by at most 1.3e-08", "every site counts equally",
         "With 7 sites, of which 5 must agree to a sum before its masks are removed, and sums of at least 5 sites",
         "Holds against an honest but curious server and up to 3 sites with it.",
@@ -100,7 +100,7 @@ def test_a_sum_of_the_whole_cohort_alone(capsys):
     assert main(["explain", *chosen]) == 0
     stdout = capsys.readouterr().out
     for words in (
-        "With 7 sites, all of which must send an upload, since no mask can be removed without one, and sums of at",
+        "With 7 sites, all of which must send an upload, since no mask can be removed without it, and sums of at",
         "Holds against an honest but curious server and up to 3 sites with it.",
     ):
         assert words in stdout, words

@@ -138,7 +138,7 @@ def said(capsys, folder, *options: str) -> str:
 
 def test_a_site_says_what_it_did_and_what_its_own_policy_makes_of_it(state, tmp_path, capsys):
     stdout = said(capsys, state[0])
-    assert "secure aggregation: masked last for round 3, attempt 2; agreed to no sum yet" in stdout
+    assert "secure aggregation: last masked for round 3, attempt 2; agreed to no sum yet" in stdout
     assert all(words in stdout for words in (DEVIATING, SINGLE_SITE_METHODS, TWO_ROUNDS))
     policy = f'min-cohort = 4\nmin-colluders = 1\nroster = "sha256:{"ab" * 32}"'
     (tmp_path / "policy.toml").write_text(policy)
@@ -149,7 +149,8 @@ def test_a_site_says_what_it_did_and_what_its_own_policy_makes_of_it(state, tmp_
     stdout = said(capsys, state[0], "--policy", str(tmp_path / "policy.toml"))
     assert "Holds against a server that lies and up to 1 site with it, if every site's policy names this" in stdout
     assert (
-        "each sum has at least 3 honest sites, and all sums of a round together show nothing of fewer than 2" in stdout
+        "each sum has at least 3 honest sites, and all sums of a round together reveal nothing about fewer than 2"
+        in stdout
     )
     assert BROADCASTS_METHODS in stdout
     assert DEVIATING not in stdout
@@ -161,9 +162,9 @@ def test_a_site_says_in_which_round_it_agreed_to_a_sum_last_and_when_it_only_mad
     folder, site_state = state
     store = FileSecAggStore(folder / "pilot-0a1b2c3d" / "north")
     store.save(site_state.model_copy(update={"fence": site_state.fence.model_copy(update={"signed": 2})}))
-    assert "attempt 2; agreed to a sum last in round 3" in said(capsys, folder)
+    assert "attempt 2; last agreed to a sum in round 3" in said(capsys, folder)
     store.save(SiteSecAggState(next=site_state.next, number=1))
-    assert "secure aggregation: key made, but nothing masked yet" in said(capsys, folder)
+    assert "secure aggregation: key created, but nothing masked yet" in said(capsys, folder)
 
 
 def test_sealed_keys_need_the_key_and_a_run_in_the_clear_has_no_line(state, tmp_path, capsys):
@@ -172,7 +173,7 @@ def test_sealed_keys_need_the_key_and_a_run_in_the_clear_has_no_line(state, tmp_
     store = FileSecAggStore(folder / "pilot-0a1b2c3d" / "north", FileSeal.from_key_file(str(tmp_path / "state.key")))
     store.save(site_state)
     assert "cannot read its keys" in said(capsys, folder)
-    assert "masked last for round 3" in said(capsys, folder, "--key-file", str(tmp_path / "state.key"))
+    assert "last masked for round 3" in said(capsys, folder, "--key-file", str(tmp_path / "state.key"))
     store._file.unlink()
     (run,) = list_retained(folder)
     assert secagg_summary.secagg_of_site(folder, run) == []

@@ -73,14 +73,14 @@ def is_exact(epsilon: float) -> bool:
 def test_exposure_names_runs_rounds_methods_and_epsilon_against_each_adversary(state, capsys):
     out = did(capsys, "exposure", "--unit", "Secret-2", "--state-dir", state)
     assert 'rows in the data now: 1 in test.jsonl, 2 in train.jsonl (column "patient"' in out
-    assert "rows in notes.jsonl: not known: dp.unit-column: expected a column" in out
+    assert "rows in notes.jsonl: unknown: dp.unit-column: expected a column" in out
     assert "which runs drew this unit's rows is not recorded, because that is secret" in out
     assert "run trial-0a1b2c3d: fedavg; rounds 2 to 3 of 4, 2 uploads from " in out
     assert "each record drawn independently with probability 0.1" in out
     assert is_exact(float(out.partition(f"  against {SERVER}: epsilon ")[2].split()[0]))
     assert "run open-1: fedsp; rounds 1 of 4, 1 uploads" in out
     assert f"  against {SERVER}: no bound: it has no privacy guarantee" in out
-    assert f"over all runs, against {SERVER}: over all runs epsilon is infinite, because of run open-1." in out
+    assert f"over all runs, against {SERVER}: over all runs, epsilon is infinite, because of run open-1." in out
     assert "each epsilon is for one row" not in out
     assert "the site stores 64 bytes of private state" in out
 
@@ -104,7 +104,8 @@ def test_an_unknown_place_and_an_unknown_unit_are_said(state, tmp_path, capsys):
     assert "set --data" in did(capsys, "exposure", "--unit", "7", "--state-dir", state)
     out = did(capsys, "exposure", "--unit", "7", "--data", tmp_path / "data", "--state-dir", state)
     assert "set --unit-column" in out
-    assert "no run has trained at this site" in did(capsys, "exposure", "--unit", "7", "--state-dir", tmp_path / "none")
+    none = did(capsys, "exposure", "--unit", "7", "--state-dir", tmp_path / "none")
+    assert "according to this site's records, no run has trained here" in none
     assert main(["site", "exposure", "--unit", " ", "--state-dir", str(state)]) == 2
     assert "found a blank one" in capsys.readouterr().err
 
@@ -112,16 +113,16 @@ def test_an_unknown_place_and_an_unknown_unit_are_said(state, tmp_path, capsys):
 def test_a_ledger_of_rows_says_that_it_bounds_no_person(tmp_path, capsys):
     open_ledger(tmp_path).charge(RunTerms("r", CLAIM, 4, 4, ROW), {STEP: 1}, OWN)
     out = did(capsys, "exposure", "--unit", "a", "--state-dir", tmp_path)
-    assert "each epsilon is for one row, and bounds nothing for a person with several rows" in out
+    assert "each epsilon is for one row, and gives no bound for a person with several rows" in out
 
 
 def test_withdraw_leaves_no_id_behind_and_says_what_retraining_takes(state, capsys, monkeypatch):
     before = open_ledger(state).read(OWN).account
     monkeypatch.setattr("sys.stdin", io.StringIO("Secret-2\n"))
     out = did(capsys, "withdraw", "--unit", "-", "--state-dir", state)
-    assert out.startswith("withdrawn: no client round that begins from now on trains on this unit's rows\n")
+    assert out.startswith("withdrawn: no client round that starts from now on will train on this unit's rows\n")
     assert "rows in the data now: 1 in test.jsonl, 2 in train.jsonl" in out
-    assert "this site does not train on data in which it cannot look for withdrawn units" in out  # notes.jsonl
+    assert "this site does not train on data in which it cannot find withdrawn units" in out  # notes.jsonl
     assert "run trial-0a1b2c3d may have used the rows: rounds 2 to 3 of 4" in out
     assert "run open-1 may have used the rows: rounds 1 of 4" in out
     commands = [line.strip() for line in out.splitlines() if line.startswith("    fedveil")]
@@ -136,7 +137,7 @@ def test_withdraw_leaves_no_id_behind_and_says_what_retraining_takes(state, caps
     assert [line["event"] for line in audit_log.read_log(state / audit_log.NAME)][-2:] == ["purged", "withdrawn"]
     assert not [path for path in state.rglob("*") if path.is_file() and b"secret-2" in path.read_bytes().lower()]
     assert "secret-2" not in out.lower()
-    assert "this unit was withdrawn before" in did(capsys, "withdraw", "--unit", "SECRET-2", "--state-dir", state)
+    assert "this unit was already withdrawn" in did(capsys, "withdraw", "--unit", "SECRET-2", "--state-dir", state)
     assert "withdrawn since 20" in did(capsys, "exposure", "--unit", "Secret-2", "--state-dir", state)
     main(["site", "status", "--state-dir", str(state)])
     assert "withdrawn units: 1, whose rows no run trains on" in capsys.readouterr().out
@@ -149,9 +150,9 @@ def test_a_site_s_first_round_that_is_the_last_may_be_undone_by_a_resume(state, 
     about = {"run": "late-00000000", "site": "north", "method": "fedavg", "round": 3, "rounds": 9}
     audit_log.append_entry(state / audit_log.NAME, "sent", about)
     out = did(capsys, "withdraw", "--unit", "Secret-2", "--state-dir", state)
-    assert "the run may resume before it" in out
+    assert "the run can resume from before it" in out
     assert "    fedveil submit --federation FOLDER --config runs/late/resume.toml\n" in out
-    assert out.count("may resume before it") == 1
+    assert out.count("can resume from before it") == 1
 
 
 def test_units_are_counted_and_what_a_run_would_refuse_is_named_by_its_rows(state, tmp_path, capsys):
@@ -160,8 +161,8 @@ def test_units_are_counted_and_what_a_run_would_refuse_is_named_by_its_rows(stat
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("notes.jsonl: cannot be counted: dp.unit-column: expected a column")
     assert lines[1:] == [
-        "test.jsonl: 1 units in 1 rows, at most 1 a unit",
-        "train.jsonl: 3 units in 8 rows, at most 3 a unit",
+        "test.jsonl: 1 units in 1 rows, at most 1 per unit",
+        "train.jsonl: 3 units in 8 rows, at most 3 per unit",
     ]
     (tmp_path / "data" / "notes.jsonl").unlink()
     assert main(command) == 0
@@ -171,13 +172,16 @@ def test_units_are_counted_and_what_a_run_would_refuse_is_named_by_its_rows(stat
     capsys.readouterr()
     assert main(command) == 1
     out = capsys.readouterr().out
-    assert "train.jsonl: 3 units in 17 rows, at most 2 a unit\n" in out
-    assert "12 rows without an id, which may be of one person: rows 4, 5, 8, 9, 10, 11, 12, 13, 14, 15, ...;" in out
-    assert "2 ids in several writings, first in rows 1 and 3; 2 and 6;" in out
+    assert "train.jsonl: 3 units in 17 rows, at most 2 per unit\n" in out
+    assert (
+        "12 rows without an ID, which may belong to the same person: rows 4, 5, 8, 9, 10, 11, 12, 13, 14, 15, ...;"
+        in out
+    )
+    assert "2 IDs in several spellings, first in rows 1 and 3; 2 and 6;" in out
     assert "zoe" not in out.lower()
     assert "1000" not in out
     assert main([*command, "--data", str(tmp_path / "none")]) == 2
-    assert "--data: expected a folder with files of rows" in capsys.readouterr().err
+    assert "--data: expected a folder with row files" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage", ["{", "", '{"fedveil-ledger": 99}'])
@@ -185,7 +189,7 @@ def test_a_damaged_ledger_stops_no_withdrawal_and_is_said(state, capsys, damage)
     (state / ".ledger" / "ledger.json").write_text(damage)
     out = did(capsys, "withdraw", "--unit", "Secret-2", "--state-dir", state)
     assert out.startswith("withdrawn: ")
-    assert "privacy ledger: cannot be read, so the runs below are those of the audit log: " in out
+    assert "privacy ledger: cannot be read, so the runs below come from the audit log: " in out
     assert "run trial-0a1b2c3d may have used the rows: rounds 2 to 3 of 4" in out
     assert WithdrawalRecord.open(state).read().find(plain_id("secret-2"))
     assert audit_log.read_log(state / audit_log.NAME)[-1]["event"] == "withdrawn"

@@ -228,7 +228,7 @@ def test_the_keyboard_reaches_everything_and_shows_where_it_is(serve, page, runs
     for _ in range(40):
         page.keyboard.press("Tab")
         seen.add(page.evaluate("document.activeElement.getAttribute('aria-label') || document.activeElement.tagName"))
-    assert {"Sites of this run", "Disclosure by site", "SUMMARY"} <= seen
+    assert {"Sites in this run", "Disclosure by site", "SUMMARY"} <= seen
 
 
 def test_without_its_script_a_page_is_whole(serve, chromium, runs):

@@ -81,8 +81,8 @@ def test_who_is_online_and_why_the_others_are_not(pilot, runs, flower):
     assert "1 of 3 sites are online." in text
     cells_by_site = rows(text)
     assert cells_by_site["north"].split()[:2] == ["online", "registered"]
-    assert "offline: was online with its key before" in cells_by_site["south"]
-    assert "not registered yet: the operator has registered no request of this site" in cells_by_site["west"]
+    assert "offline: was online with this key before" in cells_by_site["south"]
+    assert "not registered yet: the operator has not registered a request from this site" in cells_by_site["west"]
     client.get(f"{client.base}/sites")
     client.get(f"{client.base}/")
     assert Flower.asked == 1  # a question costs a CPU-second
@@ -103,7 +103,7 @@ def test_where_flower_does_not_answer_that_is_said_and_nobody_is_called_offline(
     text = client.get(f"{client.base}/").text
     assert "Flower does not answer: flwr supernode failed: &lt;script&gt;alert(1)&lt;/script&gt;\\x1b" in text
     assert rows(text)["south"].split()[:2] == ["not", "known"]
-    assert "How many of 3 sites are online is unknown." in text
+    assert "Which of 3 sites are online is unknown." in text
     assert " of 3 sites are online." not in text.replace("Which of 3", "")
 
 
@@ -252,7 +252,7 @@ def test_a_run_that_flower_has_and_that_has_no_folder_yet_is_starting(pilot, flo
     (run / "flower-run").write_text("828\n")
     client = opened(None, pilot)
     text = client.get(f"{client.base}/").text
-    assert re.search(r'number 271</td>.*?<span class="tag plain">starting</span>.*?Flower has it as pending', text)
+    assert re.search(r'number 271</td>.*?<span class="tag plain">starting</span>.*?Flower lists it as pending', text)
     assert "number 828" not in text
     (run / "flower-run").write_text("271\n")
     text = client.get(f"{client.base}/").text

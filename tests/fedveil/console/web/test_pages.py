@@ -122,7 +122,7 @@ def test_a_run_shows_its_figures_its_sites_and_what_each_disclosed(runs):
         assert f'<span class="tag failed">{words}</span>' in last
     assert "expected a norm of at most 1e+06, found 3.2e+07" in last
     assert "no reply within 900 s" in last
-    assert "epsilon infinite" in text
+    assert "epsilon is infinite" in text
     assert disclosure_section.UNSIGNED_NOTE.replace("'", "&#x27;") in text
 
 
@@ -136,12 +136,12 @@ def test_a_run_that_is_not_scored_shows_what_its_sites_told(runs):
     file.write_text("".join(json.dumps(row) + "\n" for row in (first, *rows)))
     text = client.get(f"{client.base}/runs/fedavg").text
     assert 'aria-label="Training loss at the sites. ' in text
-    assert "That is not a held-out loss." in text
+    assert "This is not a held-out loss." in text
     assert "in round 3: 2.5000 (40 examples of 1 sites)" in text
     is_whole(text)
     scored = [first | {"scores": {"server": {"loss": 4.0}}}, *rows]  # before round 0, and not yet again
     file.write_text("".join(json.dumps(row) + "\n" for row in scored))
-    assert "The server scored no model" not in client.get(f"{client.base}/runs/fedavg").text
+    assert "The server did not score models" not in client.get(f"{client.base}/runs/fedavg").text
 
 
 def goes_on(runs, name, **about) -> None:

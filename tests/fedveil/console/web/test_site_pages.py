@@ -58,7 +58,7 @@ def test_what_left_what_was_refused_and_what_the_ledger_holds(state, tmp_path):
     spent = accounting.compute_epsilon({STEP: 2}, 1e-5, Adjacency.REPLACE_ONE)
     reserved = accounting.compute_epsilon({STEP: 2}, 1e-5 / 16, Adjacency.REPLACE_ONE)
     assert f"epsilon {spent:.4g} at delta 1e-05 (replace-one) so far, if all runs had been planned together" in text
-    assert "at most epsilon 8 at delta 1e-05 (replace-one) over all runs, whatever was decided between them" in text
+    assert "at most epsilon 8 at delta 1e-05 (replace-one) over all runs, regardless of decisions between them" in text
     assert f'<td data-label="epsilon left">{math.floor((8 - reserved) * 1000) / 1000:g}</td>' in text
     assert "5 lines, all unchanged" in text
     assert "No worker: the site is not running" in text
@@ -140,11 +140,11 @@ def test_an_empty_state_folder_is_no_error(tmp_path):
 
 
 def test_the_site_page_names_the_federation_as_text_and_within_bounds(state):
-    assert "Federation: not known. Read only from" in home(opened_site(state))
+    assert "Federation: not known. All data comes from" in home(opened_site(state))
     note_federation(state, "north", "pilot")
-    assert "Federation: pilot. Read only from" in home(opened_site(state))
+    assert "Federation: pilot. All data comes from" in home(opened_site(state))
     note_federation(state, "north", "")  # started without a kit since
-    assert "Federation: not known. Read only from" in home(opened_site(state))
+    assert "Federation: not known. All data comes from" in home(opened_site(state))
     (state / "north.federation").write_bytes((EVIL + ESCAPES).encode() + b"\xff" + b"x" * 1_000_000)
     text = home(opened_site(state))
     is_whole(text)
@@ -153,12 +153,12 @@ def test_the_site_page_names_the_federation_as_text_and_within_bounds(state):
     (state / "south.toml").write_text('site = "south"\n')
     note_federation(state, "north", "pilot")
     note_federation(state, "south", "trial")
-    assert "Federation: pilot (north), trial (south). Read only from" in home(opened_site(state))
+    assert "Federation: pilot (north), trial (south). All data comes from" in home(opened_site(state))
     note_federation(state.parent, "x", "outside")
     assert noted_federation(state, "../x") == ""
     (state / "south.federation").unlink()
     (state / "south.federation").mkdir()
-    assert "Federation: pilot (north), not known (south). Read only from" in home(opened_site(state))
+    assert "Federation: pilot (north), not known (south). All data comes from" in home(opened_site(state))
 
 
 def test_a_site_that_the_server_does_not_hear_is_shown_so_and_one_that_it_hears_is_not(state, capsys):
@@ -205,10 +205,10 @@ def test_a_policy_that_cannot_be_read_is_no_permission(state, tmp_path):
     (state / "north.toml").write_text(f'site = "north"\npolicy = "{tmp_path / "none.toml"}"\n')
     text = home(opened_site(state))
     assert "expected a readable policy file, found none" in text
-    assert "Until then it refuses every run." in text
+    assert "Until then, the site refuses every run." in text
     assert "permits everything" not in text
 
 
 def test_without_a_note_of_a_start_nothing_is_said_to_be_permitted(state):
     text = home(opened_site(state))
-    assert '<p class="wait">What this site permits is not known here' in text
+    assert '<p class="wait">This site&#x27;s permissions are unknown' in text

@@ -148,9 +148,11 @@ def test_with_a_roster_the_bound_and_its_conditions_are_said():
     assert words[1] == (
         "Holds against a server that lies and up to 1 site with it, if every site's policy names this roster, requires "
         "secure aggregation and admits only known code: each sum has at least 4 honest sites, and all sums of a round "
-        "together show nothing of fewer than 3 (min-cohort, min-threshold, min-colluders). Where sites send different "
-        "entries (FedRand, FedQSN, HetLoRA, FLoRA), a single entry may be of 4 of them. A site that lost its state, or "
-        "was set back to an older one, counts as one that works with the server."
+        "together reveal nothing about fewer than 3 (min-cohort, min-threshold, min-colluders). Where sites "
+        "send different "
+        "entries (FedRand, FedQSN, HetLoRA, FLoRA), a single entry may come from 4 of them. A site that lost "
+        "its state, or "
+        "was rolled back to an older one, counts as one that colludes with the server."
     )
     assert DEVIATING not in words
 
@@ -187,6 +189,8 @@ def test_a_sum_of_few_sites_is_what_bounds_it_and_the_words_say_so():
         "(secure.threshold, secure.min-sites).",
         TWO_ROUNDS,
     ]
+    whole = claim(0, 0, 3, demands=SiteRequirements()).words
+    assert any("a sum may have 3 sites" in line and line.endswith("honest (secure.min-sites).") for line in whole)
     assert claim(2, 2, 2).words[0] == "Holds against an honest but curious server alone."
     assert not any("with the server: a sum may have" in line for line in claim(4, 3, 9).words)
 

@@ -112,9 +112,7 @@ def test_the_distance_to_the_last_sum_counts_the_sites_by_which_they_differ(logg
     opened = [line["distance"] for line in logged.logs["s05"] if line["event"] == "opened"]
     assert opened == [None, 1]  # of the sums that this site opened
     warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert {text.split(":")[0] for text in warned} == {
-        "this sum's sites differ from those of the last one by 1, fewer than 4"
-    }
+    assert {text.split(":")[0] for text in warned} == {"this sum's sites differ from the last sum's by 1, fewer than 4"}
     assert len(warned) == 10  # five sites opened the third sum after the second, and five the fourth after the third
 
 
@@ -196,4 +194,4 @@ def test_two_logs_show_two_lists_of_one_plan_and_who_signed_both(logged):
     assert conflict.startswith(f"plan {plan.digest}: sites signed 2 lists of its sum: ")
     assert "signed more than one" not in conflict
     (conflict,) = find_conflicts([*logged.logs["s05"][:2], *logged.logs["s01"]])  # s01's line names its signature
-    assert conflict.endswith(". s05 signed more than one: it lied, or was set back")
+    assert conflict.endswith(". s05 signed more than one: it lied, or was rolled back")

@@ -74,9 +74,9 @@ def test_a_site_signs_and_opens_one_list_of_a_plan(round_of_six):
     first = site.agree(agree_request(plan, others))
     assert site.agree(agree_request(plan, others)) == first  # the same again, as after a lost answer
     for other in (SITES, [*SITES[:4], SITES[5]]):
-        with pytest.raises(PolicyError, match="another list of this plan"):
+        with pytest.raises(PolicyError, match="another list for this plan"):
             site.agree(agree_request(plan, other))
-        with pytest.raises(PolicyError, match="another list of this plan"):
+        with pytest.raises(PolicyError, match="another list for this plan"):
             site.open(open_request(plan, "s01", other, uploads))
     signatures = agreed(local, plan, others)
     wanted = open_request(plan, "s01", others, uploads, signatures)
@@ -87,7 +87,7 @@ def test_a_site_signs_and_opens_one_list_of_a_plan(round_of_six):
         lambda: site.agree(agree_request(plan, SITES)),
         lambda: site.open(open_request(plan, "s01", SITES, uploads)),
     ):
-        with pytest.raises(PolicyError, match="another list of this plan"):
+        with pytest.raises(PolicyError, match="another list for this plan"):
             ask()
 
 
@@ -97,7 +97,7 @@ def test_to_open_is_to_sign(round_of_six):
     opened = site.open(open_request(plan, "s01", SITES, uploads))
     assert opened.own.keys() == set(SITES)
     assert opened.pairs == {}
-    with pytest.raises(PolicyError, match="another list of this plan"):
+    with pytest.raises(PolicyError, match="another list for this plan"):
         site.agree(agree_request(plan, SITES[:5]))
     site.agree(agree_request(plan, SITES))
 

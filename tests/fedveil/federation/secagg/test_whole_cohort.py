@@ -109,7 +109,7 @@ def test_an_upload_with_a_mask_of_its_own_or_without_one_is_refused_where_it_doe
     attempt = local.begin(0, 0, s.names(3))
     hidden, attached = s.masked(local, attempt, {"s00": s.drawn(9, 1)})["s00"]
     other = s.changed(attached, own="1" * 64 if is_whole else "")
-    with pytest.raises(WireError, match="alone beside those of its pairs"):
+    with pytest.raises(WireError, match="own besides its pairwise masks"):
         attempt.add("s00", hidden, s.signed(other, "s00", local.sites["s00"].signing_key))
 
 
@@ -201,6 +201,15 @@ def test_each_number_of_such_a_plan_is_judged_at_its_edge(inside, outside, deman
             continue
         with pytest.raises(PolicyError, match="expected at least"):
             plan_checks.require_numbers(plan, server.sites["s00"].demands)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "key"), [(WHOLE | {"least": 5}, "secure.min-sites"), ({"quorum": 5}, "secure.threshold")]
+)
+def test_a_cohort_that_is_too_small_names_the_key_that_asks_for_more(numbers, key):
+    plan = LyingServer(site_names(4)).plan(**numbers)
+    with pytest.raises(PolicyError, match=f"^{key}: sites of the cohort: expected at least 5 with 4 sites"):
+        plan_checks.require_numbers(plan, SiteRequirements())
 
 
 def test_a_policy_that_asks_how_many_must_agree_refuses():

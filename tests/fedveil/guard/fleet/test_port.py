@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import types
 from typing import Any
 
@@ -25,7 +26,7 @@ from fedveil.guard import fleet_limits as limits
 from fedveil.guard.fleet import port as fleet_port
 from fedveil.guard.fleet import staging
 from fedveil.guard.fleet.delivered import DeliveredInstructions
-from fedveil.guard.flower import link_states
+from fedveil.guard.flower import link_states, retries
 from tests.fedveil.guard.fleet.conftest import RELEASE, Fleet, Refused
 from tests.fedveil.guard.fleet.replies import make_reply, metadata
 
@@ -57,6 +58,19 @@ def test_a_site_is_online_for_as_long_as_its_interval_says(fleet: Fleet, seconds
     assert node == fleet.nodes[0]
     beat = SendNodeHeartbeatRequest(node=fleet.node(0), heartbeat_interval=seconds)
     assert fleet.call("send_node_heartbeat", beat).success
+
+
+def test_a_member_whom_the_database_has_lost_waits_for_it(fleet: Fleet) -> None:
+    """Flower's own answer ends its SuperNode: it would not come back once the keys are registered again."""
+    activate = ActivateNodeRequest(public_key=b"lost", heartbeat_interval=30.0)
+    status, said = refused(fleet.call, "activate_node", activate)
+    assert status == 503
+    answer = types.SimpleNamespace(details=lambda: json.dumps({"code": 1005, "public_details": said}))
+    assert retries.own_words(answer) == said
+    assert said.startswith("fedveil: this key is registered, but the server's database does not have it")
+    assert fleet.lines() == []  # an honest site asks so
+    again = fleet.state.create_node("us", "us", b"lost", 30.0)
+    assert fleet.call("activate_node", activate).node_id == again
 
 
 @pytest.mark.parametrize("seconds", [9.9, 60.1, 1800.0, 0.0, -1.0, float("nan"), float("inf")])

@@ -12,7 +12,7 @@ from flwr.server.superlink.fleet.grpc_rere.node_auth_server_interceptor import N
 from flwr.supercore.date import now
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes, sign_message
 
-from fedveil.guard.flower import RefusalBehavior, retries
+from fedveil.guard.flower import RefusalBehavior
 from fedveil.guard.flower import fleet_grpc as fleet
 
 
@@ -20,17 +20,7 @@ class Aborted(Exception):
     pass
 
 
-class Database:
-    """Flower's, which has every key, or none."""
-
-    def __init__(self, node: int | None = 5) -> None:
-        self.get_node_id_by_public_key = lambda key: node
-
-    def state(self):
-        return self
-
-
-def asked(request, key, node: int | None = 5) -> list:
+def asked(request, key) -> list:
     """What the servicer is asked when `key` signs; raises Aborted where the interceptor ends it."""
     seen = []
     stamp = now().isoformat()
@@ -45,7 +35,7 @@ def asked(request, key, node: int | None = 5) -> list:
     def abort(code, words):
         raise Aborted(words)
 
-    wrapped_handler = NodeAuthServerInterceptor(Database(node)).intercept_service(lambda details: handler, details)
+    wrapped_handler = NodeAuthServerInterceptor(None).intercept_service(lambda details: handler, details)
     wrapped_handler.unary_unary(request, types.SimpleNamespace(abort=abort))
     return seen
 
@@ -77,16 +67,3 @@ def test_a_key_that_is_refused_reaches_no_servicer(monkeypatch):
     with pytest.raises(Aborted, match="its last day is over"):
         asked(PullMessagesRequest(), site)
     assert judged == [(public_key_to_bytes(public), True), (public_key_to_bytes(public), False)]
-
-
-def test_a_member_whom_the_database_has_lost_waits(monkeypatch):
-    """Flower's own answer ends its SuperNode: it would not come back after the keys are registered anew."""
-    site, public = generate_key_pairs()
-    request = ActivateNodeRequest(public_key=public_key_to_bytes(public))
-    monkeypatch.setattr(NodeAuthServerInterceptor, "_wrap_method_handler", fleet._wrap)  # put back afterwards
-    fleet.install_checks(lambda public, activates: None)
-    with pytest.raises(Aborted, match="fedveil: this key is registered, but .* members sync") as error:
-        asked(request, site, None)
-    answer = types.SimpleNamespace(details=lambda: str(error.value))
-    assert retries.own_words(answer) == f"fedveil: {fleet.NOT_IN_DATABASE}"
-    assert asked(request, site) == [request]

@@ -117,7 +117,7 @@ def test_a_rank_that_speaks_unasked_is_noticed(team):
     team, _, other = team
     team.check()
     other.say(RankMessage({"x": 1}))
-    with pytest.raises(RankError, match="expected no message from rank 1, which waits, found"):
+    with pytest.raises(RankError, match="expected no message from rank 1, which is waiting, found"):
         team.check()
 
 

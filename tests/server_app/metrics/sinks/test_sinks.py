@@ -29,9 +29,9 @@ def test_they_are_found_by_their_file():
         ({"sinks.use": "a" * 201}, "at most 200"),
         ({"sinks.mlflow-uri": "http://10.0.0.1:5000"}, "expected https, or http on one of 127.0.0.1, ::1, localhost"),
         ({"sinks.mlflow-uri": "http://127.0.0.1.example.org"}, "expected https, or http on one of"),
-        ({"sinks.mlflow-uri": "http://127.0.0.1@example.org"}, "without user, password"),
-        ({"sinks.mlflow-uri": "https://me:secret@example.org"}, "without user, password"),
-        ({"sinks.mlflow-uri": "https://example.org/?token=1"}, "without user, password, query"),
+        ({"sinks.mlflow-uri": "http://127.0.0.1@example.org"}, "without a user, password"),
+        ({"sinks.mlflow-uri": "https://me:secret@example.org"}, "without a user, password"),
+        ({"sinks.mlflow-uri": "https://example.org/?token=1"}, "without a user, password, query"),
         ({"sinks.mlflow-uri": "file:///etc"}, "expected an address without"),
         ({"sinks.mlflow-uri": "postgresql://localhost/x"}, "expected https"),
         ({"sinks.mlflow-uri": "databricks"}, "expected an address"),
@@ -155,7 +155,7 @@ def test_sinks_that_raise_or_sleep_for_ever_stop_no_run_and_the_status_says_why(
     assert runs.status["state"] == "completed"
     assert runs.status["sinks"] == {
         "raises": "OSError: [Errno 28] No space left on device",
-        "asleep": "it had not written everything within 0.5 s of the run's end",
+        "asleep": "it did not write everything within 0.5 s after the run ended",
     }
     assert [metrics.step for metrics in good.told] == [1, 2]
     asleep.go.set()

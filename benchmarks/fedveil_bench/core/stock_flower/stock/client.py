@@ -1,4 +1,4 @@
-"""A client that returns the arrays that it receives."""
+"""A client that returns the arrays it receives."""
 
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp

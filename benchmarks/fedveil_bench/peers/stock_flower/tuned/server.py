@@ -1,4 +1,4 @@
-"""Flower's FedAvg over LoRA factors, timed by its own evaluate_fn; it records each site's arrays."""
+"""Flower's FedAvg over LoRA factors, timed by its own evaluate_fn, with a record of each site's arrays."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ app = ServerApp()
 
 
 class Noted(FedAvg):
-    """Unmodified FedAvg. `seen`: the names of the arrays of each reply."""
+    """FedAvg with unmodified behavior. `seen`: the array names in each reply."""
 
     def __init__(self, sites: int) -> None:
         super().__init__(fraction_evaluate=0.0, min_evaluate_nodes=0, min_train_nodes=sites, min_available_nodes=sites)
@@ -24,7 +24,7 @@ class Noted(FedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Raise RuntimeError if a site failed: its rows would be missing from one side of the comparison."""
+        """Aggregate. Raises RuntimeError if a site failed, because the comparison would be missing its rows."""
         replies = list(replies)
         for reply in replies:
             if reply.has_error():
@@ -35,7 +35,7 @@ class Noted(FedAvg):
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Write the last weights and, as JSON, the seconds of each round and the observations to the folder "out"."""
+    """Write the final weights and, as JSON, the seconds of each round and the observations to the folder "out"."""
     config, times = context.run_config, []
     out = Path(str(config["out"]))
 

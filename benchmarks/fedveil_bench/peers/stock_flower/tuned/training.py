@@ -1,7 +1,7 @@
 """One site's local training with PEFT and plain PyTorch, without any federation code: each peer's client calls it.
 
-The task is a folder: `task.json`, `initial.safetensors` (PEFT's names), and `site-<n>.jsonl` with one row per line: its
-tokens `ids`, which are learned from `start` on.
+The task is a folder with `task.json`, `initial.safetensors` (PEFT's names), and `site-<n>.jsonl`, which has one row per
+line: its tokens, `ids`, and `start`, the index of the first token to train on.
 """
 
 import itertools
@@ -16,18 +16,18 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-_IGNORED = -100  # label that the loss ignores
+_IGNORED = -100  # the label that the loss ignores
 
 
 class Site:
     """One site's rows and model, loaded once.
 
     Args:
-        folder: folder of the task.
-        number: number of the site.
+        folder: the task's folder.
+        number: the site's number.
 
     Attributes:
-        rows: number of its rows.
+        rows: the site's number of rows.
     """
 
     def __init__(self, folder: Path, number: int) -> None:
@@ -41,10 +41,10 @@ class Site:
         """Return the weights after a round's steps from `weights`, and the mean loss of the steps.
 
         Args:
-            round_: number of the round, from 1; it determines the order of the rows.
+            round_: the round number, from 1, which determines the order of the rows.
 
         Raises:
-            ValueError: weights that do not match the model.
+            ValueError: the weights do not match the model.
         """
         task, model = self._task, self._model
         if set(get_peft_model_state_dict(model)) != set(weights):

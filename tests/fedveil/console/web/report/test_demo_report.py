@@ -80,7 +80,7 @@ def test_the_picture_and_its_figures_stand_beside_the_report(tmp_path):
     assert "What an attacker learns." in (tmp_path / "out" / "report.html").read_text()
     (sentence,) = demo_report.summary_sentences(runs)
     assert sentence.startswith(
-        "An attacker who reads what fedavg sends picks the trained example of a pair at the worst site 80"
+        "An attacker who reads what fedavg sends picks the training example from a pair at the worst site 80"
     )
 
 

@@ -71,7 +71,7 @@ def test_four_looks_tell_shown_undecided_not_told_apart_and_void():
     assert undecided.auroc[1] > 0.5
     assert looks[1][2] == "none"  # hollow
     caption = forest_plot.forest_caption(controlled(shown, undecided, apart))
-    for words in ("hollow dot with its interval above 0.5 is not decided", "which proves no safety"):
+    for words in ("hollow dot whose interval is above 0.5 is undecided", "which does not prove safety"):
         assert words in caption
 
 

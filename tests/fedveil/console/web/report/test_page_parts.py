@@ -49,7 +49,7 @@ def test_a_run_that_is_not_scored_shows_them_for_what_they_are(make_run):
     run = rewritten(make_run(), reports([told(4.0)], [told(3.0)], [told(2.0)]))
     page = run_page.run_page_html([run])
     assert "Training loss at the sites" in page
-    assert "That is not a held-out loss." in page
+    assert "This is not a held-out loss." in page
 
 
 def test_a_run_that_is_scored_does_not(make_run):

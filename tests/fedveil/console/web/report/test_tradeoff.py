@@ -61,8 +61,9 @@ def test_each_arm_has_a_clause_with_its_worst_site(made_arms):
     assert [arm.worst.site for arm in arms] == ["site-3"] * 3
     text = answer(arms)
     assert text.startswith(
-        "An attacker who reads what fedavg sends picks the trained example of a pair at the worst site 99 times in 100 "
-        "(a coin: 50). The secure sum of 3 sites (fedavg-secure) hides whose update it is, not what is in it: 92. "
+        "An attacker who reads what fedavg sends picks the training example from a pair at the worst site 99 times in "
+        "100 (a coin toss: 50). The secure sum of 3 sites (fedavg-secure) hides whose update it is, not what is in it: "
+        "92. "
         "Noise with epsilon 8 (fedavg-dp) brings it to 62, where chance alone gives the worst of 3 sites up to 61 in "
         "19 demos of 20"
     )
@@ -74,7 +75,7 @@ def test_a_line_per_run_has_all_sites_their_mean_and_their_base_line(made_arms):
     low, high = (99 + s * 100 * 0.02 * NormalDist().inv_cdf(1 - 0.01 / 9 / 2) for s in (-1, 1))
     assert line == (
         f"fedavg: worst site site-3 99.0 [{low:.1f}, {min(high, 100):.1f}]; sites 98.0, 97.0, 99.0; mean 98.0 [95.4, "
-        "100.0]; own upload less another site's +48.0, +47.0, +49.0."
+        "100.0]; own upload minus another site's +48.0, +47.0, +49.0."
     )
     assert "own upload" not in tradeoff.tradeoff_verdict(arms)[2]  # a sum has no wrong upload
 
@@ -82,17 +83,17 @@ def test_a_line_per_run_has_all_sites_their_mean_and_their_base_line(made_arms):
 @pytest.mark.parametrize(
     ("changes", "clause"),
     [
-        ({"secure": 0.02}, "fedavg-secure: 97 at the worst site against 99 with fedavg: not told apart here."),
+        ({"secure": 0.02}, "fedavg-secure: 97 at the worst site against 99 with fedavg: no difference shown here."),
         # ten standard errors, but below the margin
         ({"secure": 0.02, "error": 0.002},
-         "fedavg-secure: 97 at the worst site against 99 with fedavg: not told apart here."),
+         "fedavg-secure: 97 at the worst site against 99 with fedavg: no difference shown here."),
         ({"secure": 0.05, "error": 0.02},
-         "fedavg-secure: 94 at the worst site against 99 with fedavg: not told apart here."),
-        ({"noise": 0.02}, "fedavg-dp: 97 at the worst site against 99 with fedavg: not told apart here."),
-        ({"between": 0.02}, "in 19 demos of 20 (not told apart from fedavg-secure)"),
+         "fedavg-secure: 94 at the worst site against 99 with fedavg: no difference shown here."),
+        ({"noise": 0.02}, "fedavg-dp: 97 at the worst site against 99 with fedavg: no difference shown here."),
+        ({"between": 0.02}, "in 19 demos of 20 (not shown to differ from fedavg-secure)"),
         ({"plain": (0.6, 0.55, 0.5), "secure": 0.01, "noise": 0.02, "error": 0.03},
-         "fedavg: at the worst site an attacker is right 60 times in 100 (mean over the sites 55), not told apart from "
-         "a coin here."),
+         "fedavg: at the worst site, an attacker is right 60 times in 100 (mean over the sites 55), which cannot "
+         "be told apart from a coin toss here."),
     ],
 )  # fmt: skip
 def test_a_claim_that_does_not_hold_is_not_printed(made_arms, changes, clause):
@@ -131,9 +132,12 @@ def test_another_method_is_compared_with_none(made_arms, tmp_path, monkeypatch):
     assert tradeoff.decide_differences([plain, ffa]) == {}
     monkeypatch.setattr(demo_settings, "EARLIER_RANGES", {"ffa_lora": EarlierRange(64.6, 90.2, 16)})
     monkeypatch.setattr(demo_settings, "DRAWN", {"ffa_lora"})
-    assert "its draws decide" not in answer([plain, ffa])  # the settings are others
+    assert "this depends on its draws" not in answer([plain, ffa])  # the settings are others
     text = answer([plain, replace(ffa, is_demo=True)])
-    assert ": 97; its draws decide (mean over the sites 65 to 90 in 16 runs), so one run of it is not compared." in text
+    assert (
+        ": 97; this depends on its draws (mean over the sites 65 to 90 in 16 runs), so a single run is not compared."
+        in text
+    )
 
 
 def test_a_site_whose_base_line_failed_twice_is_named_and_not_judged(tmp_path):
@@ -150,8 +154,8 @@ def test_a_site_whose_base_line_failed_twice_is_named_and_not_judged(tmp_path):
     )
     assert "sites 98.0, 97.0;" in lines[1]
     svg = tradeoff_plot.tradeoff_svg([arm, other])
-    assert ">site that is not judged<" in svg
-    assert ">site that is not judged<" not in tradeoff_plot.tradeoff_svg([other, other])
+    assert ">site not judged<" in svg
+    assert ">site not judged<" not in tradeoff_plot.tradeoff_svg([other, other])
 
 
 def test_a_run_with_a_void_site_is_not_compared_by_its_mean(made_arms):
@@ -164,8 +168,8 @@ def test_a_run_with_a_void_site_is_not_compared_by_its_mean(made_arms):
 @pytest.mark.parametrize(
     ("controls", "why"),
     [
-        ({"won": "contains"}, "alignment: it does not win on memorized examples (93 times in 100)"),
-        ({"lost": "above"}, "alignment: it tells examples apart that no model was trained on (other rows: 52)"),
+        ({"won": "contains"}, "alignment: it does not succeed on memorized examples (93 times in 100)"),
+        ({"lost": "above"}, "alignment: it distinguishes examples that no model was trained on (other rows: 52)"),
     ],
 )
 def test_a_broken_attack_is_named_and_decides_nothing(made_arms, controls, why):
@@ -180,7 +184,7 @@ def test_a_comparison_with_another_audit_than_that_of_the_base_does_not_count(ma
     arms = made_arms()
     again = read(audited(tmp_path / "demo-0" / "fedavg", across=[over_sites(0.98, 0.98, 0.98)]))
     assert tradeoff.decide_differences([again, *arms[1:]]) == {("fedavg-dp", "fedavg-secure"): True}
-    assert "not told apart here" in answer([again, *arms[1:]])
+    assert "no difference shown here" in answer([again, *arms[1:]])
 
 
 def test_audits_of_other_commands_have_sites_but_no_mean_and_no_comparison(tmp_path):
@@ -189,10 +193,14 @@ def test_audits_of_other_commands_have_sites_but_no_mean_and_no_comparison(tmp_p
     assert plain.mean is None
     other = read(audited(write_run(tmp_path, "fedrand"), found("site-2", 0.6, "contains")))
     text = "\n".join(tradeoff.tradeoff_verdict([plain, other]))
-    assert text.startswith("An attacker who reads what fedavg sends picks the trained example of a pair at the worst")
+    assert text.startswith(
+        "An attacker who reads what fedavg sends picks the training example from a pair at the worst"
+    )
     assert "fedavg: worst site site-2 80.0; sites 70.0, 80.0." in text
     weak = read(audited(tmp_path / "fedavg", found("site-1", 0.6, "contains")))
-    assert answer([weak, other]).startswith("fedavg: at the worst site an attacker is right 60 times in 100, not told")
+    assert answer([weak, other]).startswith(
+        "fedavg: at the worst site, an attacker is right 60 times in 100, which cannot"
+    )
 
 
 def test_of_a_secure_run_without_a_mean_only_the_sums_count(tmp_path):
@@ -232,8 +240,8 @@ def test_limits_of_a_demo_name_what_is_not_seeded_and_earlier_figures(made_arms,
     monkeypatch.setattr(demo_settings, "EARLIER_RANGES", {"fedavg": EarlierRange(97.6, 99.4, 16)})
     arms = [replace(arm, is_demo=True) for arm in made_arms()]
     text = "\n".join(tradeoff.tradeoff_verdict(arms))
-    assert "So your figures differ, mean over the sites: fedavg 98 to 99 in 16 runs." in text
-    assert "Each site trains four times on 64 examples, so that attacks win" in text
+    assert "So your figures will differ, mean over the sites: fedavg 98 to 99 in 16 runs." in text
+    assert "Each site trains four times on 64 examples, so that attacks succeed" in text
     assert "Each site trains" not in "\n".join(tradeoff.tradeoff_verdict(made_arms()))
 
 
@@ -252,8 +260,8 @@ def test_the_picture_has_every_site_and_the_worst_figure(made_arms):
         ">worst site<",
     ):
         assert text in svg
-    assert "a coin: 50): fedavg 99 (mean of the sites 98), test loss 3.13, 0.55 MB sent; fedavg-secure 92" in svg
-    assert "A dot is a site, the filled one the worst" in tradeoff_plot.tradeoff_caption(arms)
+    assert "a coin toss: 50): fedavg 99 (mean over the sites 98), test loss 3.13, 0.55 MB sent; fedavg-secure 92" in svg
+    assert "Each dot is a site, the filled dot is the worst site" in tradeoff_plot.tradeoff_caption(arms)
 
 
 def test_the_page_opens_with_it(tmp_path, made_arms):
