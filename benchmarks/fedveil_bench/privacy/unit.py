@@ -31,7 +31,6 @@ from fedveil.contract.param_spec import Weights
 from fedveil.contract.privacy import Adjacency, Step
 from fedveil.contract.task import Example
 from fedveil.contract.trainer import Trainer
-from fedveil.data.units import UnitRows
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.privacy import accounting
@@ -169,7 +168,7 @@ def _measured(task: TextGeneration, drawn: _DrawnRows, rows: int) -> dict[str, f
     method = strategies.create_method(config.method.name, config.method.params)
     exchange = MessageExchange(method, config.method.name, task.spec)
     prepared = {f"site-{number}": task.encode(site) for number, site in enumerate(drawn.sites)}
-    units: UnitRows = tuple(tuple(range(i, i + rows)) for i in range(0, len(drawn.sites[0]), rows))
+    units = tuple(tuple(range(i, i + rows)) for i in range(0, len(drawn.sites[0]), rows))
     around = partial(_by_units, units, config)
     trained = create_federation(exchange, config, task, prepared, _initial_weights(task), around=around)
     began = time.process_time()
@@ -178,5 +177,7 @@ def _measured(task: TextGeneration, drawn: _DrawnRows, rows: int) -> dict[str, f
     return {"loss": task.evaluate(trained.models()["server"], drawn.test, generate=False)["loss"], "CPU s": seconds}
 
 
-def _by_units(units: UnitRows, config: RunConfig, site: str, ctx: RoundContext, trainer: Trainer) -> Trainer:
+def _by_units(
+    units: tuple[tuple[int, ...], ...], config: RunConfig, site: str, ctx: RoundContext, trainer: Trainer
+) -> Trainer:
     return UnitTrainer(trainer, units, config) if config.dp.unit_column else trainer
