@@ -97,14 +97,14 @@ class MessageGuard:
         # Load these from the site's own installation now: the bundle has modules with the same names.
         (
             self._assignments, self._sites, self._decisions, self._policies, self._audit_log, self._header,
-            self._bundle, self._signature, self._check, self._digests, self._cause,
+            self._bundle, self._signature, self._check, self._digests, self._cause, self._copies,
         ) = (
             importlib.import_module(f"fedveil.{name}")
             for name in (
                 "client_app.instruction", "client_app.node_config", "client_app.policy.decisions",
                 "client_app.policy.site_policy", "records.audit_log", "wire.header", "guard.installed_bundle",
                 "guard.run_signature", "guard.instruction_check", "federation.message_signatures.digests",
-                "client_app.failure_reason",
+                "client_app.failure_reason", "client_app.policy.policy_copies",
             )
         )  # fmt: skip
 
@@ -175,7 +175,7 @@ class MessageGuard:
         state = context.node_config.get("state-dir", self._sites.SiteConfig.model_fields["state_dir"].default)
         self._log_file = Path(str(state)).expanduser() / self._audit_log.NAME
         site = self._sites.parse_site(context.node_config)
-        self._about |= {"site": site.site, "policy": _file_digest(site.policy)}
+        self._about |= {"site": site.site, "policy": self._copies.keep_copy(self._log_file.parent, site.policy)}
         # Check the bundle before its message: a different app has different records, and the log must give this reason.
         self._require_bundle(site, digest, (fab.hash_str, run.fab_hash))
         if self._fault is not None:
@@ -342,10 +342,3 @@ def _log_error(what: str, error: Exception) -> None:
     """Write an error's location and text to the process's log; the text may quote the server."""
     log(ERROR, "%s: %s: %s", what, _kind(error), sanitize(error, _REASON))
     log(ERROR, "%s", "".join(traceback.format_tb(error.__traceback__)))
-
-
-def _file_digest(path: str) -> str:
-    try:
-        return hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest() if path else ""
-    except OSError:
-        return ""  # the policy check refuses an unreadable file with the reason

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fedveil.client_app.policy import policy_copies
 from fedveil.client_app.policy import site_policy as policies
 from fedveil.client_app.secure_round import FileSecAggStore
 from fedveil.client_app.state.client_state import SECURE
@@ -22,6 +24,7 @@ from fedveil.federation.secagg.adversary_model import (
     weakest_adversary,
     words_for_lying_server,
 )
+from fedveil.records import audit_log
 from fedveil.sanitize import sanitize
 
 NOT_SEEN = (
@@ -95,8 +98,9 @@ def secagg_of_site(state_dir: Path, run: RetainedRunState, policy: str = "", key
         return []
     try:
         site = read_site_note(state_dir, run.site, policy, key_file)
+        kept = _policy_of_run(state_dir, run)
         site_policy, secagg_state = (
-            policies.load_policy(site),
+            policies.load_policy(site.model_copy(update={"policy": str(kept)}) if kept else site),
             FileSecAggStore(run.folder, FileSeal.from_key_file(site.key_file)).load(),
         )
     except (FedVeilError, OSError, ValueError) as error:
@@ -107,9 +111,21 @@ def secagg_of_site(state_dir: Path, run: RetainedRunState, policy: str = "", key
     signed = secagg_state.fence.signed
     agreed = "agreed to no sum yet" if signed is None else f"last agreed to a sum in round {signed + 1}"
     words = words_for_lying_server(site_requirements(site_policy), broadcasts_bound=None)  # the method is not recorded
+    by = "the policy of that round" if kept else "today's policy, because no copy of the policy of that round was found"
     return [
-        f"secure aggregation: last masked for round {round_ + 1}, attempt {attempt + 1}; {agreed}",
+        f"secure aggregation: last masked for round {round_ + 1}, attempt {attempt + 1}; {agreed}; judged by {by}",
         *words,
         single_site(None),
         TWO_ROUNDS,
     ]
+
+
+def _policy_of_run(state_dir: Path, run: RetainedRunState) -> Path | None:
+    """Return the copy of the policy that the site's audit log names last for this run; None without log or copy."""
+    digest = ""
+    for file in audit_log.list_log_files(state_dir / audit_log.NAME):
+        with suppress(OSError):  # a run from before the log, or whose log was archived
+            for line in audit_log.whole_lines(file):
+                if line.get("run") == run.run and line.get("site") == run.site:
+                    digest = str(line.get("policy") or digest)
+    return policy_copies.find_copy(state_dir, digest)

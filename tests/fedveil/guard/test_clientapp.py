@@ -28,6 +28,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedveil import rng
+from fedveil.client_app.policy.policy_copies import find_copy
 from fedveil.client_app.state.replay_guard import ReplayGuard
 from fedveil.console.commands.federation import app as console_app
 from fedveil.console.flower.site_process import write_guard
@@ -174,6 +175,7 @@ def test_a_permitted_bundle_is_installed_and_the_log_says_who_what_and_how_much(
     )
     assert (admitted["site"], admitted["down_bytes"], admitted["server_log"]) == ("north", 1000, f"3:{'ab' * 32}")
     assert admitted["policy"] == hashlib.sha256(policy.encode()).hexdigest()
+    assert find_copy(site.log.parent, admitted["policy"]).read_text() == policy
     assert (sent["event"], sent["up_bytes"]) == ("sent", len(data))
     assert sent["fields"] == [[name, 4 * w.numel()] for name, w in lora_weights.items()]
     assert sent["figures"] == ["loss_trained", "steps"]

@@ -6,6 +6,9 @@ or completely rewritten no longer matches the anchor.
 `rotate` continues a log in a new file, to archive the old file or to move on from a damaged one. Lines keep their
 numbers, and anchors stay valid. Earlier files next to a log are part of it; `verify` also accepts several files.
 
+`policies` lists the policies by which a site decided, each with its first and last decision and the copy that the site
+kept.
+
 `compare` reads two sites' logs, and exits with 1 if their secure-aggregation rounds contradict each other.
 
 `prove` prints a line's signed message as a separate file, and `check` verifies such a file with a public key.
@@ -20,6 +23,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from fedveil.console.runs.policy_history import list_policies
 from fedveil.errors import ConfigError
 from fedveil.federation.message_signatures.claims import InstructionClaims
 from fedveil.federation.message_signatures.evidence import MOST_BYTES, Evidence
@@ -72,6 +76,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="for programs: print the raw lines, with rounds counted from 0"
     )
     show.set_defaults(run=_show)
+    policies = actions.add_parser(
+        "policies", help="list the policies by which a site decided: from when until when, for which runs, and the copy"
+    )
+    policies.set_defaults(run=_policies)
     compare = actions.add_parser(
         "compare", help="find secure-aggregation rounds in which the server gave two sites different plans or lists"
     )
@@ -80,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prove", help="print a line's signed message as a file that anyone can check without the log"
     )
     prove.set_defaults(run=_prove)
-    for action in (rotate, anchor, show, compare, prove):
+    for action in (rotate, anchor, show, policies, compare, prove):
         action.add_argument(
             "file", type=Path, help="audit-log.jsonl in a site's state folder, or in the server's run folder"
         )
@@ -150,6 +158,17 @@ def _anchor(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     for line in audit_log.read_log(args.file):
         print(json.dumps(line, sort_keys=True) if args.json else _words(line))
+    return 0
+
+
+def _policies(args: argparse.Namespace) -> int:
+    found = list_policies(args.file)
+    if not found:
+        raise ConfigError(f"{args.file}: expected a site's log, whose lines name its policy, found none; name another")
+    for used in found:
+        print(f"{used.digest[:_HASH]}...  {_time(used.first)} to {_time(used.last)}, {used.decisions} decisions")
+        print(f"  runs: {', '.join(sanitize(run, 80) for run in used.runs) or 'none'}")
+        print(f"  copy: {used.copy or 'none in this state folder'}")
     return 0
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from fedveil.client_app.policy.policy_copies import find_copy, keep_copy
 from fedveil.client_app.secure_round import FileSecAggStore
 from fedveil.client_app.state.replay_guard import ReplayGuard
 from fedveil.console.main import main
@@ -32,6 +33,7 @@ from fedveil.federation.secagg.adversary_model import (
 from fedveil.federation.secagg.in_process import InProcessSecureSums
 from fedveil.federation.secagg.server import SecAggConfig
 from fedveil.federation.secagg.state import SiteSecAggState
+from fedveil.records import audit_log
 from tests.fedveil.console.conftest import masked
 
 NEVER_SEEN = ("examples", "loss received", "loss trained", "train seconds")
@@ -156,6 +158,23 @@ def test_a_site_says_what_it_did_and_what_its_own_policy_makes_of_it(state, tmp_
     assert DEVIATING not in stdout
     (tmp_path / "north.toml").write_text(f'site = "north"\npolicy = "{tmp_path / "policy.toml"}"')  # by site start
     assert said(capsys, state[0]) == stdout
+
+
+def test_a_past_run_is_judged_by_the_policy_of_its_last_round(state, tmp_path, capsys):
+    folder, policy = state[0], tmp_path / "policy.toml"
+    strict = f'min-cohort = 4\nmin-colluders = 1\nroster = "sha256:{"ab" * 32}"\nrequire-secure = true\n'
+    policy.write_text(strict + f'app-digests = ["{"cd" * 32}"]')
+    options = ("--policy", str(policy))
+    digest = keep_copy(folder, str(policy))
+    about = {"run": "pilot-0a1b2c3d", "site": "north", "policy": digest}
+    for line in (about | {"policy": "0" * 64}, about, about | {"run": "other", "policy": "1" * 64}):
+        audit_log.append_entry(folder / audit_log.NAME, "admitted", line)
+    policy.write_text("max-rounds = 2")
+    assert "judged by the policy of that round" in (stdout := said(capsys, folder, *options))
+    assert DEVIATING not in stdout
+    find_copy(folder, digest).unlink()
+    assert "judged by today's policy, because no copy" in (stdout := said(capsys, folder, *options))
+    assert DEVIATING in stdout
 
 
 def test_a_site_says_in_which_round_it_agreed_to_a_sum_last_and_when_it_only_made_a_key(state, capsys):
