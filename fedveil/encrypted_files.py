@@ -1,4 +1,4 @@
-"""Files sealed under their owner's key: the state of a site whose node config names a key file.
+"""Files encrypted under their owner's key: the state of a site whose node config names a key file.
 
     magic | key id | salt | role length | role            16, 8, 32, 2 and n bytes: the header, not encrypted
     chunk | tag | chunk | tag | ... | last chunk | tag    1 MiB per chunk, the last one shorter; 16 bytes per tag
@@ -11,16 +11,16 @@ is STREAM: Hoang, Reyhanitabar, Rogaway and Vizar, "Online Authenticated-Encrypt
 Misuse-Resistance", 2015. The key file contains exactly 32 bytes; this module never changes an existing one.
 
 Formal guarantees, as long as only the owner has the key:
-- without the key, a file reveals its length, its role and which key sealed it, but none of its content;
+- without the key, a file reveals its length, its role and which key encrypted it, but none of its content;
 - the bytes that `read` returns were written under that role by someone with the key, complete and in order.
 
 | case | result of `read` |
 |---|---|
 | a byte changed; chunks swapped, dropped or repeated; the file truncated | StateError |
-| replaced by another sealed file | StateError: its role is different |
+| replaced by another encrypted file | StateError: its role is different |
 | replaced by an older version of the same file | its content: this module cannot tell which version is the latest |
-| sealed under another key; sealed, but no key is set; not sealed, but a key is set | StateError |
-| not sealed, and no key is set | its bytes |
+| encrypted under another key; encrypted, but no key is set; not encrypted, but a key is set | StateError |
+| not encrypted, and no key is set | its bytes |
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _CHUNK_BYTES = 1 << 20
 @final
 @dataclass(frozen=True)
 class FileSeal:
-    """The encryption of files: sealed under a key, or stored unencrypted if there is no key.
+    """The encryption of files: encrypted under a key, or stored unencrypted if there is no key.
 
     Attributes:
         key: 32 bytes; None = unencrypted.
@@ -63,15 +63,15 @@ class FileSeal:
 
     @classmethod
     def from_key_file(cls, file: str | Path) -> FileSeal:
-        """Return the seal for a key file; no encryption for "". Raises ConfigError if it is not a valid key file."""
+        """Return the encryption for a key file; none for "". Raises ConfigError if it is not a valid key file."""
         if not str(file):
             return cls()
-        missing = "restore it from your copy; without it, sealed files cannot be read"
+        missing = "restore it from your copy; without it, encrypted files cannot be read"
         return cls(read_key_file(Path(file).expanduser(), "key-file", missing, "fedveil site key"))
 
     @classmethod
     def of_environment(cls) -> FileSeal:
-        """Return the seal for processes without a node config: the server, and programs that read its captures."""
+        """Return the encryption for processes without a node config: the server, and readers of its captures."""
         return cls.from_key_file(os.environ.get(VARIABLE, ""))
 
     @property
@@ -96,7 +96,7 @@ class FileSeal:
 
         Raises:
             OSError: it cannot be opened.
-            StateError: it has another role, is damaged, or is not sealed under this key.
+            StateError: it has another role, is damaged, or is not encrypted under this key.
         """
         with path.open("rb") as file:
             return b"".join(self.opened(file, role, path))
@@ -112,12 +112,12 @@ class FileSeal:
         head, header = _head(file, path)
         if header.key != self.id:
             raise StateError(
-                f"{path}: expected a file sealed under key {self.id}, found one sealed under {header.key}; name "
-                "that key's file, or reseal the state: fedveil site seal --old-key-file"
+                f"{path}: expected a file encrypted under key {self.id}, found one encrypted under {header.key}; "
+                "name that key's file, or re-encrypt the state: fedveil site seal --old-key-file"
             )
         if header.role != role:
             raise StateError(
-                f"{path}: expected the sealed file of {role!r}, found that of {header.role!r}; files were swapped: "
+                f"{path}: expected the encrypted file of {role!r}, found that of {header.role!r}; files were swapped: "
                 "restore it from a backup"
             )
         cipher, chunk, number = _cipher(self.key, header.salt), file.read(_CHUNK_BYTES + _TAG_BYTES), 0
@@ -127,7 +127,7 @@ class FileSeal:
                 yield cipher.decrypt(_nonce(number, not after), chunk, head)
             except InvalidTag:
                 raise StateError(
-                    f"{path}: expected an unchanged sealed file, found chunk {number} changed or the end missing; "
+                    f"{path}: expected an unchanged encrypted file, found chunk {number} changed or the end missing; "
                     "restore it from a backup"
                 ) from None
             if not after:
@@ -137,12 +137,12 @@ class FileSeal:
     def _require_clear(self, sealed: bool, path: Path) -> None:
         if self.key is not None:
             raise StateError(
-                f"{path}: expected a file sealed under key {self.id}, found an unsealed one; if you know that it is "
-                "the site's own, stop the site and run fedveil site seal"
+                f"{path}: expected a file encrypted under key {self.id}, found an unencrypted one; if you know that "
+                "it is the site's own, stop the site and run fedveil site seal"
             )
         if sealed:
             raise StateError(
-                f"{path}: expected an unsealed file, since no key file is set, found a sealed one; set its key: "
+                f"{path}: expected an unencrypted file, since no key file is set, found an encrypted one; set its key: "
                 f"key-file in the node config, fedveil site start --key-file, or {VARIABLE} on the server"
             )
 
@@ -177,7 +177,7 @@ def read_key_file(path: Path, named: str, missing: str, makes: str) -> bytes:
 
 @dataclass(frozen=True)
 class SealHeader:
-    """Header of a sealed file: the id of its key, its salt and its role."""
+    """Header of an encrypted file: the id of its key, its salt and its role."""
 
     key: str
     salt: bytes
@@ -185,13 +185,13 @@ class SealHeader:
 
 
 def is_sealed(path: Path) -> bool:
-    """Return whether a file starts like a sealed file of any version. Raises OSError."""
+    """Return whether a file starts like an encrypted file of any version. Raises OSError."""
     with path.open("rb") as file:
         return file.read(len(_MAGIC) - 1) == _MAGIC[:-1]
 
 
 def read_seal_header(path: Path) -> SealHeader:
-    """Return a sealed file's header, unverified. Raises OSError, or StateError for a file that is not sealed."""
+    """Return an encrypted file's header, unverified. Raises OSError, or StateError for a file that is not encrypted."""
     with path.open("rb") as file:
         return _head(file, path)[1]
 
@@ -218,7 +218,7 @@ def _head(file: BufferedIOBase, path: Path) -> tuple[bytes, SealHeader]:
     role = file.read(size) if len(head) == fixed else b""
     if head[: len(_MAGIC)] != _MAGIC or len(head) != fixed or len(role) != size:
         raise StateError(
-            f"{path}: expected a sealed file of version {_MAGIC[-1]}, found a different version or a truncated header; "
+            f"{path}: expected an encrypted file of version {_MAGIC[-1]}, found another version or a truncated header; "
             "restore it from a backup"
         )
     key, salt = head[len(_MAGIC) :][:_ID_BYTES], head[len(_MAGIC) + _ID_BYTES : -2]

@@ -196,7 +196,7 @@ class MessageSigner:
             state = "not registered" if signer is None else signer.state
             raise WireError(f"signature: expected a registered site, found one that is {state}")
         if signer.until and datetime.fromisoformat(signer.until) <= datetime.now(UTC):
-            raise WireError(f"signature: expected a valid key, found one whose last day was {signer.until[:10]}")
+            raise WireError(f"signature: expected a valid key, found one whose expiry date was {signer.until[:10]}")
         if signer.node != str(node_id):
             raise WireError(f"signature: expected the node of the registered key, found node {node_id}")
         if signer.signs and not signer.signing:

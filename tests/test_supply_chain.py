@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from types import ModuleType
 
 import pytest
@@ -80,6 +82,23 @@ def test_each_component_has_the_hashes_of_the_lock_and_what_is_left_out_is_gone(
 def test_a_package_that_the_lock_has_not_is_refused(name):
     with pytest.raises(SystemExit, match=r"in lock/\*\.txt"):
         SBOM.completed(bom(name), {"a-b": ("1", ["a" * 64])}, set())
+
+
+def test_packages_on_the_builders_path_are_not_listed(monkeypatch, tmp_path):
+    """A checkout on PYTHONPATH, whose fedveil.egg-info names a second FedVeil, ended `make sbom` and `make release`."""
+    given = {}
+
+    def run(command, *, env, **_):
+        given.update(env)
+        return subprocess.CompletedProcess(command, 1, "", "ended here")
+
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["sbom.py", "--python", sys.executable, "--out", str(tmp_path / "bom.json")])
+    with pytest.raises(SystemExit, match="ended here"):
+        SBOM.main()
+    assert "PATH" in given
+    assert "PYTHONPATH" not in given
 
 
 def test_the_lock_of_this_tree_has_a_hash_for_every_component():

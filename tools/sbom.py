@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -99,7 +100,9 @@ def main() -> None:
         str(ROOT / "pyproject.toml"),
     ]
     flags = ["--mc-type", "application", "--sv", "1.6", "--of", "JSON", "--output-reproducible", "-o", "-"]
-    done = subprocess.run([*tool, *flags], capture_output=True, text=True, check=False)
+    # The builder's PYTHONPATH would add packages that the installation does not have.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([*tool, *flags], env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"sbom: cyclonedx-py failed: {done.stderr.strip()}")
     bom = completed(json.loads(done.stdout), *locked(ROOT / "lock", without=args.without, line=args.line))

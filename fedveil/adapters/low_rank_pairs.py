@@ -211,7 +211,7 @@ def require_targets(model: Any, targets: str) -> None:
             known = sorted({each.rpartition(".")[2] for each in linear})
             raise ConfigError(
                 f'adapter.targets: expected names of linear layers, found "{sanitize(name)}", which no layer has; '
-                f"{suggest_name(name, known)}The layers are named {sanitize(', '.join(known))}"
+                f"{suggest_name(name, known)}the layers are named {sanitize(', '.join(known))}"
             )
     try:
         embeddings = [n for n, m in modules.items() if isinstance(m, nn.Embedding) and re.fullmatch(targets, n)]

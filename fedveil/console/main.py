@@ -74,6 +74,8 @@ def _run(parser: Callable[[], argparse.ArgumentParser], given: Sequence[str]) ->
         if "run" not in arguments:  # no command was given
             whole.print_help(sys.stderr)
             return 2
+        if not callable(arguments.run):
+            raise ConfigError(f"command: {given[0]} has an argument named run, which hides its function; rename it")
         code = int(arguments.run(arguments))
         print(end="", flush=True)  # not sys.stdout, which is None if it was closed
         return code

@@ -116,7 +116,7 @@ class OperatorAccessChecker:
             return (
                 matches[0].name,
                 matches[0].role,
-                f"the last day of this operator's token was {matches[0].until:%Y-%m-%d}",
+                f"the expiry date of this operator's token was {matches[0].until:%Y-%m-%d}",
             )
         return matches[0].name, matches[0].role, ""
 

@@ -100,7 +100,7 @@ class SiteKeyChecker:
         if found.state != "registered" or found.until is None:
             return f"this key is {found.state}; {_BOTH if found.state == 'revoked' else _NEXT}"
         if found.until <= self._control.clock.now():
-            return f"the last day of this key was {found.until:%Y-%m-%d}; {_NEXT}"
+            return f"the expiry date of this key was {found.until:%Y-%m-%d}; {_NEXT}"
         return ""
 
     def _record(self, key: bytes, found: _Entry, why: str) -> None:

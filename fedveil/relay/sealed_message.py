@@ -142,7 +142,7 @@ def decrypt_message(
         return header, b"".join(FileSeal(key).opened(body, f"{kind}/{header.id}", Path(name)))
     except StateError:
         raise WireError(
-            f"{name}: expected a file sealed for this end, found one that does not decrypt; ask for it again"
+            f"{name}: expected a file encrypted for this end, found one that does not decrypt; ask for it again"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Write the module file of a custom model (task.module) into the folder of its weights."""
+"""Write the module file of an own model (task.module) into the folder of its weights."""
 
 from __future__ import annotations
 

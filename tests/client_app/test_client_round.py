@@ -73,10 +73,10 @@ def test_a_worker_s_first_turn_keeps_the_rows_and_the_next_worker_takes_them(tmp
 @pytest.mark.long
 def test_a_site_with_a_key_keeps_no_rows_in_the_clear(tmp_path, data):
     make_key(tmp_path / "key")
-    sealed = upload(data, tmp_path / "sealed", **{"key-file": str(tmp_path / "key")})
+    encrypted = upload(data, tmp_path / "encrypted", **{"key-file": str(tmp_path / "key")})
     clear = upload(data, tmp_path / "state")
-    assert not (tmp_path / "sealed" / ".prepared").exists()
-    assert {name: value.tolist() for name, value in sealed.items()} == {n: v.tolist() for n, v in clear.items()}
+    assert not (tmp_path / "encrypted" / ".prepared").exists()
+    assert {name: value.tolist() for name, value in encrypted.items()} == {n: v.tolist() for n, v in clear.items()}
 
 
 def test_rows_are_kept_by_the_id_of_the_data_set_once_it_has_one(tmp_path, data):

@@ -102,8 +102,8 @@ def test_a_damaged_list_stops_training_and_a_key_seals_it(tmp_path):
         with pytest.raises(StateError, match="expected the list of withdrawn units"):
             server.send(server.initial)
     seal = make_key(tmp_path / "key")
-    withdraw(tmp_path / "sealed", seal=seal)
-    assert b"patient" not in (tmp_path / "sealed" / ".withdrawn" / "units.json").read_bytes()
-    assert WithdrawalRecord.open(tmp_path / "sealed", seal).read().find(plain_id("Secret-1"))
-    with pytest.raises(StateError, match="sealed"):
-        WithdrawalRecord.open(tmp_path / "sealed").read()
+    withdraw(tmp_path / "encrypted", seal=seal)
+    assert b"patient" not in (tmp_path / "encrypted" / ".withdrawn" / "units.json").read_bytes()
+    assert WithdrawalRecord.open(tmp_path / "encrypted", seal).read().find(plain_id("Secret-1"))
+    with pytest.raises(StateError, match="encrypted"):
+        WithdrawalRecord.open(tmp_path / "encrypted").read()

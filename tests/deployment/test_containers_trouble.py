@@ -160,7 +160,7 @@ def test_a_fresh_machine_is_online_after_three_commands(hosts):
 
 
 def expired_ca(hosts: Hosts) -> bytes:
-    """The federation's own CA as it looks after its last day."""
+    """The federation's own CA as it looks after its expiry date."""
     ca = x509.load_pem_x509_certificate((hosts.made / "ca" / "ca.crt").read_bytes())
     key = serialization.load_pem_private_key((hosts.made / "ca" / "ca.key").read_bytes(), None)
     now = datetime.now(UTC)

@@ -1,4 +1,4 @@
-"""Sealed files: what they show, and every way in which one is changed, exchanged or read under another key."""
+"""Encrypted files: what they show, and every way in which one is changed, exchanged or read under another key."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_head_that_was_cut_off_or_is_of_another_version_is_named(tmp_path):
     for content in (whole[:15], whole[:40], whole[: _HEAD - 1], whole[:15] + b"\x02" + whole[16:]):
         path.write_bytes(content)
         with pytest.raises(
-            StateError, match="expected a sealed file of version 1, found a different version or a truncated header"
+            StateError, match="expected an encrypted file of version 1, found another version or a truncated header"
         ):
             KEY.read(path, ROLE)
 
@@ -101,15 +101,19 @@ def test_one_sealed_file_does_not_pass_for_another(tmp_path):
 def test_another_key_no_key_and_a_file_in_the_clear_are_told_apart(tmp_path):
     path = put(tmp_path / "f")
     with pytest.raises(
-        StateError, match=f"sealed under key {OTHER.id}, found one sealed under {KEY.id}; name that key's"
+        StateError, match=f"encrypted under key {OTHER.id}, found one encrypted under {KEY.id}; name that key's"
     ):
         OTHER.read(path, ROLE)
-    with pytest.raises(StateError, match="expected an unsealed file, .* found a sealed one; set its key: key-file"):
+    with pytest.raises(
+        StateError, match="expected an unencrypted file, .* found an encrypted one; set its key: key-file"
+    ):
         FileSeal().read(path, ROLE)
     put(path, seal=FileSeal())
     assert path.read_bytes() == FileSeal().read(path, ROLE) == SECRET
     assert not is_sealed(path)
-    with pytest.raises(StateError, match=f"sealed under key {KEY.id}, found an unsealed one; .*fedveil site seal"):
+    with pytest.raises(
+        StateError, match=f"encrypted under key {KEY.id}, found an unencrypted one; .*fedveil site seal"
+    ):
         KEY.read(path, ROLE)
 
 

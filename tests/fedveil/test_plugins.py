@@ -209,5 +209,5 @@ def test_a_new_process_finds_them_too(ward):
 
 
 def test_of_a_name_that_is_spelled_nearly_right_the_other_is_asked():
-    with pytest.raises(ConfigError, match=r'found "fedrnd"; did you mean fedrand\? Correct the name'):
+    with pytest.raises(ConfigError, match=r'found "fedrnd"; did you mean fedrand\? correct the name'):
         strategies.load_method("fedrnd")

@@ -369,9 +369,9 @@ def test_a_site_past_its_last_day_counts_no_more_without_a_command(federation):
     federation.change_north(until="2099-01-01T00:00:00+00:00")
     assert federation.count(upload, HEAD, record)
     federation.change_north(until="2026-01-01T00:00:00+00:00")
-    with pytest.raises(WireError, match="last day was 2026-01-01"):
+    with pytest.raises(WireError, match="expiry date was 2026-01-01"):
         federation.count(upload, HEAD, record)
-    assert "last day" in federation.refusal("north", NODE)
+    assert "expiry date" in federation.refusal("north", NODE)
 
 
 def test_a_reply_from_another_node_or_by_a_replaced_key_does_not_count(federation):

@@ -12,7 +12,7 @@ from typing import Any
 
 from fedveil.console.flower.app_bundle import copy_app
 from fedveil.console.flower.machine import Value, format_toml
-from fedveil.console.flower.processes import LaunchError, ProcessGroup, flower_environment
+from fedveil.console.flower.processes import CALL_TIMED_OUT, LaunchError, ProcessGroup, flower_environment
 
 CONNECTION = "fedveil"
 _IN_FEDERATION = ("server", "flower")  # the FLWR_HOME in a folder made by fedveil provision
@@ -161,6 +161,10 @@ class FlowerCli:
 
     def _failure(self, command: str, reason: str) -> LaunchError:
         """Return Flower's error, with advice if the server did not answer."""
+        if command == "run" and CALL_TIMED_OUT in reason:
+            return LaunchError(
+                f"{reason}; the server may have started the run: see {self.by_hand('ls')} before you submit it again"
+            )
         if "".join(_SILENT.split()) not in "".join(reason.split()):
             return LaunchError(reason)
         home = self.home.absolute()

@@ -26,6 +26,7 @@ from fedveil import proxies
 from fedveil.errors import FedVeilError
 
 MARK = "FEDVEIL_PROCESS_OWNER"
+CALL_TIMED_OUT = "no answer within"  # how the error of a command that `ProcessGroup.call` ended begins
 
 
 class LaunchError(FedVeilError):
@@ -106,7 +107,7 @@ class ProcessGroup:
             out, err = child.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             child.kill()
-            raise LaunchError(f"{' '.join(command[:3])}: no answer within {timeout:.0f} s") from None
+            raise LaunchError(f"{' '.join(command[:3])}: {CALL_TIMED_OUT} {timeout:.0f} s") from None
         except KeyboardInterrupt:
             child.kill()  # it has its own session, so Ctrl-C does not reach it
             raise

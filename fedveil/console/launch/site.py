@@ -287,7 +287,7 @@ def _unknown_key(error: BaseException | None) -> str:
         return ""
     key = sanitize(".".join(map(str, first["loc"])), 80)
     known = [about.alias or name for name, about in policies.SitePolicy.model_fields.items()]
-    return f"the unknown key {key}; {suggest_name(key, known)}Known keys: {', '.join(known)}"
+    return f"the unknown key {key}; {suggest_name(key, known)}known keys: {', '.join(known)}"
 
 
 def prepare_site(start: SiteLauncher) -> tuple[Path, dict[str, str]]:

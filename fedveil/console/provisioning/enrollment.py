@@ -253,7 +253,11 @@ def _read(file: Path) -> dict[str, Any]:
             or not all(isinstance(v, str) for v in content.values())
         ):
             raise ValueError(f"expected text values for {sorted(names)}, of at most {_MOST_BYTES} bytes")
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: expected the request that the site sent, found none ({error.strerror}); correct the path"
+        ) from None
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{file}: expected a request made by fedveil site init, found none ({error}); ask the site for a new one"
         ) from None

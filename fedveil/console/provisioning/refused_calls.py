@@ -1,4 +1,4 @@
-"""Count the calls by each site that the fleet port refused in the last day, from the end of the control log.
+"""Count the calls by each site that the fleet port refused in the last 24 hours, from the end of the control log.
 
 fedveil/guard/fleet/refusal_log.py writes these lines. `fedveil log verify` checks the whole log's
 chain; for speed, only its last 4 MiB are read here, and unreadable lines are skipped.
@@ -23,7 +23,7 @@ _MOST_COUNT = 1_000_000_000
 
 @dataclass(frozen=True)
 class RefusedCalls:
-    """One site's refused calls in the last day.
+    """One site's refused calls in the last 24 hours.
 
     Attributes:
         count: their number.

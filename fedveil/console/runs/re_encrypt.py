@@ -25,7 +25,7 @@ from fedveil.records.atomic_files import write_atomic
 
 
 def require_key(state_dir: Path, seal: FileSeal) -> None:
-    """Raise StateError for the first file whose header a site with this seal would refuse."""
+    """Raise StateError for the first file whose header a site with this key would refuse."""
     roles = [ClientStateStore(folder).roles for folder in run_folders(state_dir)]
     roles += [open_ledger(state_dir).roles] if (state_dir.expanduser() / LEDGER).is_dir() else []
     roles += [WithdrawalRecord.open(state_dir).roles]
@@ -36,7 +36,7 @@ def require_key(state_dir: Path, seal: FileSeal) -> None:
 
 
 def re_encrypt_files(state_dir: Path, old: FileSeal, new: FileSeal) -> list[Path]:
-    """Re-encrypt all of a site's files with the new seal. Returns the files that were written.
+    """Re-encrypt all of a site's files with the new key. Returns the files that were written.
 
     Raises:
         ConfigError: a worker or a client round is running.
@@ -91,7 +91,7 @@ def _resealed(file: Path, role: str, old: FileSeal, new: FileSeal) -> bool:
         return False
     if key_id not in ("", old.id):
         raise StateError(
-            f"{file}: expected an unsealed file, or one sealed under key {new.id or 'none'} or {old.id or 'none'}, "
+            f"{file}: expected an unencrypted file, or one under key {new.id or 'none'} or {old.id or 'none'}, "
             f"found key {key_id}; give that key's file as --old-key-file"
         )
     about = file.stat()

@@ -29,7 +29,7 @@ from tests.fedveil.console.commands.test_audit import DATA, SITES, made
 @pytest.mark.long
 def test_each_run_is_attacked_beside_controls_that_are_trained_once(tmp_path, monkeypatch):
     first = made(tmp_path / "first", SITES, {"run.rounds": 1})
-    second = shutil.copytree(first, tmp_path / "again" / "first")  # a sealed tap knows its folder
+    second = shutil.copytree(first, tmp_path / "again" / "first")  # an encrypted tap knows its folder
     monkeypatch.setenv(VARIABLE, str(tmp_path / "key"))
     config = parse(json.loads((first / "config.json").read_text())["config"])
     shared_inputs = prepare_shared_inputs(first, config, SITES, AuditDataSource(DATA), [AlignmentAttack()], 16, 20)

@@ -41,8 +41,8 @@ def everything(folder: Path) -> dict[Path, bytes]:
     return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def test_no_file_of_a_sealed_site_has_anything_of_its_state_secret_or_ledger(tmp_path, take, seal):  # noqa: F811
-    """And the same search finds all of it where nothing is sealed."""
+def test_no_file_of_an_encrypted_site_has_anything_of_its_state_secret_or_ledger(tmp_path, take, seal):  # noqa: F811
+    """And the same search finds all of it where nothing is encrypted."""
     clear = tmp_path / "other"
     clear.mkdir()
     for folder, key in ((tmp_path, "key"), (clear, "")):
@@ -78,26 +78,26 @@ def kept_in(state: Path, seal: FileSeal) -> set[str]:
     return {name for name, needles in what.items() if any(needle in data for data in contents for needle in needles)}
 
 
-def test_a_turn_goes_on_from_what_was_sealed_and_refuses_another_key_and_none(tmp_path, take, seal):  # noqa: F811
+def test_a_turn_goes_on_from_what_was_encrypted_and_refuses_another_key_and_none(tmp_path, take, seal):  # noqa: F811
     last = turn_of(take(with_key(assignment(tmp_path), tmp_path / "key")))
     before, second = everything(tmp_path / "state"), after(last, assignment(tmp_path, 1))
     make_key(tmp_path / "other")
-    with pytest.raises(StateError, match="found a sealed one; set its key"):
+    with pytest.raises(StateError, match="found an encrypted one; set its key"):
         take(second)
-    with pytest.raises(StateError, match=r"found one sealed under [0-9a-f]{16}; name that key's file"):
+    with pytest.raises(StateError, match=r"found one encrypted under [0-9a-f]{16}; name that key's file"):
         take(with_key(second, tmp_path / "other"))
     assert {file: before[file] for file in before} == everything(tmp_path / "state")
     take(with_key(second, tmp_path / "key"))
 
 
-def test_files_in_the_clear_are_no_way_into_a_sealed_site(tmp_path, take, seal):  # noqa: F811
+def test_files_in_the_clear_are_no_way_into_an_encrypted_site(tmp_path, take, seal):  # noqa: F811
     """Who can write the disk, and has no key, puts a state, a secret or an empty ledger of his own there."""
     last = turn_of(take(assignment(tmp_path)))
-    with pytest.raises(StateError, match="found an unsealed one; .* stop the site and run fedveil site seal"):
+    with pytest.raises(StateError, match="found an unencrypted one; .* stop the site and run fedveil site seal"):
         take(with_key(after(last, assignment(tmp_path, 1)), tmp_path / "key"))
 
 
-def test_two_sealed_files_of_a_site_do_not_change_places(tmp_path, take, seal):  # noqa: F811
+def test_two_encrypted_files_of_a_site_do_not_change_places(tmp_path, take, seal):  # noqa: F811
     key, last = tmp_path / "key", {}
     for run in ("one", "two"):
         last[run] = turn_of(take(with_key(assignment(tmp_path, run=run), key)))

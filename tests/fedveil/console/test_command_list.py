@@ -51,6 +51,13 @@ def test_a_command_of_another_package_runs_and_stands_in_the_help_of_its_group(i
     assert capsys.readouterr().out == "imported\nhello north\n"
 
 
+def test_an_argument_that_hides_the_function_of_its_command_is_named(install, tmp_path, capsys):
+    (tmp_path / "greet_command.py").write_text(GREET.replace('"name", help', '"run", help'))
+    install("ward")
+    assert main.main(["greet", "north"]) == 2
+    assert "error: command: greet has an argument named run, which hides its function" in capsys.readouterr().err
+
+
 def test_a_command_without_a_group_stands_behind_all_others(install, tmp_path):
     (tmp_path / "greet_command.py").write_text(GREET.replace('COMMAND_GROUP = "site"', ""))
     install("ward")

@@ -1,4 +1,4 @@
-"""Keys of sites past their last day, revoked, replaced or strange; a broken registry; a clock that is set back."""
+"""Keys of sites past their expiry date, revoked, replaced or strange; a broken registry; a clock that is set back."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_key_is_served_until_its_last_day_and_not_after(tmp_path, control):
     refusals = [members.refusal(pem(key), True) for key in keys[1:]]
     assert {code for code, _ in refusals} == {RefusalBehavior.SAYS_WHY}
     words = [word for _, word in refusals]
-    assert "last day of this key was 2026-03-01" in words[0]
+    assert "expiry date of this key was 2026-03-01" in words[0]
     assert ["is revoked" in words[1], "is expired" in words[2], "is replaced" in words[3]] == [True] * 3
     assert "is not registered" in words[4]
     assert ["--renew --renew-signing;" in word for word in words] == [False, True, False, False, False]
@@ -170,7 +170,7 @@ def test_nor_does_a_start_of_the_server_after_it_was_set_back(tmp_path, monkeypa
         again = ControlLog(tmp_path / "control.jsonl")
         again.clock._wall = lambda: back
         assert again.clock.now() >= NOW + timedelta(days=900)
-        assert "last day" in SiteKeyChecker(tmp_path, again).refusal(pem(public), True)[1]
+        assert "expiry date" in SiteKeyChecker(tmp_path, again).refusal(pem(public), True)[1]
         again.write("asked", {})
 
 

@@ -136,7 +136,7 @@ def test_safetensors_itself_reads_what_is_written_whatever_the_dtype_and_shape(t
     assert state_digest(load_state(tmp_path / "s").tensors) == state_digest(tensors)
 
 
-@pytest.mark.parametrize("seal", [FileSeal(), FileSeal(bytes(32))], ids=["clear", "sealed"])
+@pytest.mark.parametrize("seal", [FileSeal(), FileSeal(bytes(32))], ids=["clear", "encrypted"])
 def test_a_large_state_is_written_from_its_own_memory_and_read_at_twice_its_size(tmp_path, seal):
     size = 32 << 20
     state, path = FederatedState({"a": torch.rand(size // 8), "b": torch.rand(size // 8)}), tmp_path / "s"

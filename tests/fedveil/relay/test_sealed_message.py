@@ -55,7 +55,7 @@ def test_who_carries_it_reads_nothing_and_no_two_letters_are_alike():
     first, second = letter(), letter()
     assert CONTENT not in first
     assert len(first) == len(second)
-    at = len(first) - len(CONTENT) - 600  # heads apart, nothing of the sealed body is in both
+    at = len(first) - len(CONTENT) - 600  # heads apart, nothing of the encrypted body is in both
     assert first[100:at] != second[100:at] or at <= 100
     assert head_of(first).ephemeral != head_of(second).ephemeral
 
@@ -104,10 +104,10 @@ def with_head(data: bytes, signer: EndpointSecret, **changes: str) -> bytes:
         (letter(own=STRANGER), "sender: expected"),
         (with_head(letter(own=STRANGER), STRANGER, sender=SERVER.public.id), "expected the other end's signature"),
         (letter(peer=STRANGER), "recipient: expected"),
-        (with_head(letter(peer=STRANGER), SERVER, recipient=SITE.public.id), "expected a file sealed for this end"),
+        (with_head(letter(peer=STRANGER), SERVER, recipient=SITE.public.id), "expected a file encrypted for this end"),
         (letter(kind=REPLY), "kind: expected order, found reply"),
-        (with_head(letter(kind=REPLY), SERVER, kind=ORDER), "expected a file sealed for this end"),
-        (with_head(letter(), SERVER, id="ab" * 16), "expected a file sealed for this end"),
+        (with_head(letter(kind=REPLY), SERVER, kind=ORDER), "expected a file encrypted for this end"),
+        (with_head(letter(), SERVER, id="ab" * 16), "expected a file encrypted for this end"),
         (with_head(letter(), SERVER, ephemeral="00" * 32), "low order"),
         (b"#!/bin/sh\nrm -rf /\n" + bytes(300), "expected a relay file of version 1"),
     ],

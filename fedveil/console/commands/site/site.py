@@ -84,7 +84,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy", default="", metavar="FILE", help="needed only if fedveil site start did not record it"
     )
     status.add_argument(
-        "--key-file", default="", metavar="FILE", help="key of a sealed state, if fedveil site start did not record it"
+        "--key-file",
+        default="",
+        metavar="FILE",
+        help="key of an encrypted state, if fedveil site start did not record it",
     )
     status.set_defaults(run=_in_own_folder(_status))
     warm = actions.add_parser("warm", help="start a worker before the first message, for a container entry point")
@@ -106,7 +109,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy", default="", metavar="FILE", help="needed only if fedveil site start did not record it"
     )
     dashboard.add_argument(
-        "--key-file", default="", metavar="FILE", help="key of a sealed state, if fedveil site start did not record it"
+        "--key-file",
+        default="",
+        metavar="FILE",
+        help="key of an encrypted state, if fedveil site start did not record it",
     )
     dashboard.add_argument("--port", type=int, default=8051, metavar="N", help="default: 8051; 0 = any free port")
     dashboard.add_argument("--host", default="127.0.0.1", help="only 127.0.0.1 is allowed")
@@ -264,7 +270,9 @@ def _guard(args: argparse.Namespace) -> int:
 
 
 def _key(args: argparse.Namespace) -> int:
-    print(f"{args.file}: key {make_key(args.file).id}. Keep a copy elsewhere: without it, sealed files cannot be read")
+    print(
+        f"{args.file}: key {make_key(args.file).id}. Keep a copy elsewhere: without it, encrypted files cannot be read"
+    )
     return 0
 
 

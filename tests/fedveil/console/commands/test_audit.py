@@ -84,7 +84,7 @@ def made(folder: Path, sites: list[str], more: dict[str, object]) -> Path:
 
 @pytest.fixture(scope="module")
 def audited(run_folder) -> dict:
-    """Of a tap that the server has sealed: the auditor names its key file as the server did."""
+    """Of a tap that the server has encrypted: the auditor names its key file as the server did."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, str(run_folder.parent / "key"))
         planted = run_folder.parent / "planted"

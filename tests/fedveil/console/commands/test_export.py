@@ -53,7 +53,7 @@ def test_what_a_site_trained_last_is_a_folder_that_peft_loads(tmp_path, capsys):
     own = {name: tensor + 1.5 + index for index, (name, tensor) in enumerate(weights.items())}
     state_store.save("0001", "", FederatedState({name: torch.zeros_like(tensor) for name, tensor in weights.items()}))
     state_store.save("0002", "0001", FederatedState(own))
-    assert export(tmp_path) == 2  # sealed
+    assert export(tmp_path) == 2  # encrypted
     assert "key" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert export(tmp_path, "--key-file", str(tmp_path / "key")) == 0, capsys.readouterr().err

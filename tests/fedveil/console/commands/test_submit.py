@@ -10,7 +10,7 @@ import pytest
 
 from fedveil.console.flower.app_bundle import copy_app
 from fedveil.console.flower.flwr_cli import FlowerCli
-from fedveil.console.flower.processes import LaunchError
+from fedveil.console.flower.processes import LaunchError, ProcessGroup
 from fedveil.console.main import main
 
 
@@ -87,6 +87,20 @@ def test_a_folder_that_is_no_federation_is_named_as_it_was_given(tmp_path, capsy
     assert f"error: {message}; name that folder" in capsys.readouterr().err
     with pytest.raises(LaunchError, match="FLWR_HOME: expected config.toml in .*; name the folder that contains it"):
         FlowerCli(tmp_path)
+
+
+def test_after_a_submission_without_an_answer_the_user_is_told_to_look_for_the_run(tmp_path, monkeypatch):
+    """The server may have taken the app before flwr was ended."""
+    (tmp_path / "config.toml").touch()
+    call = ProcessGroup.call
+    slow = ["sleep", "30"]
+    monkeypatch.setattr(ProcessGroup, "call", lambda self, name, command, env, cwd: call(self, name, slow, env, 0.1))
+    with pytest.raises(
+        LaunchError, match=r"within 0 s; the server may have started the run: see FLWR_HOME=\S+ flwr ls"
+    ):
+        FlowerCli(tmp_path).submit(tmp_path, {})
+    with pytest.raises(LaunchError, match="within 0 s$"):
+        FlowerCli(tmp_path).nodes()
 
 
 def test_a_round_is_shown_once(tmp_path, flower, capsys, monkeypatch):

@@ -261,7 +261,7 @@ def test_a_node_key_that_others_can_read_is_refused(kit, capsys):
 
 
 def test_a_policy_that_does_not_parse_is_named_with_the_place(kit, capsys):
-    unknown = "found the unknown key methodz; did you mean methods? Known keys: methods, tasks, "
+    unknown = "found the unknown key methodz; did you mean methods? known keys: methods, tasks, "
     near = "unknown key train.batch-siz in [permits]; did you mean train.batch-size?"
     broken = (
         ("methods = [\n1 2\n", "line 2"),

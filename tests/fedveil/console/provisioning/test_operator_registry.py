@@ -194,7 +194,7 @@ def test_a_file_that_is_no_token_makes_no_login(text, pilot, tmp_path):
 
 
 def test_the_guard_judges_what_the_operator_registered(pilot, control, tmp_path, capsys):
-    """Its last day, a key that was replaced, one that was revoked; members expire is not run."""
+    """Its expiry date, a key that was replaced, one that was revoked; members expire is not run."""
     extract(pilot / "kits" / "north.tar.gz", tmp_path)
     kit, keys, judge = tmp_path / "pilot-north", [], Judge(registry_folder(pilot), control)
 
@@ -210,7 +210,7 @@ def test_the_guard_judges_what_the_operator_registered(pilot, control, tmp_path,
     assert "replaced" in refused(keys[0])
     assert refused(keys[1]) == ""
     control.clock = MonotonicClock(datetime.fromisoformat(SiteRegistry(pilot).sites["north"]["until"]))
-    assert "last day" in refused(keys[1])
+    assert "expiry date" in refused(keys[1])
     assert SiteRegistry(pilot).sites["north"]["state"] == "registered"
     assert main(["members", "revoke", str(pilot), "north", "--offline"]) == 0
     assert "revoked" in refused(keys[1])

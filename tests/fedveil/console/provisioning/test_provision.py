@@ -269,6 +269,8 @@ def test_a_request_proves_its_key_its_site_and_its_federation(federation, capsys
         file.write_text(json.dumps(request | changes))
         with pytest.raises(ConfigError, match=reason):
             enrollment.check_request(file, "pilot", ca)
+    with pytest.raises(ConfigError, match="missing.json: expected the request that the site sent.*; correct the path"):
+        enrollment.check_request(tmp_path / "missing.json", "pilot", ca)
     assert register(federation, kit, "SHA256:somebody-else") == 2
     stderr = capsys.readouterr().err
     assert "--fingerprint: expected the fingerprint of the keys in" in stderr

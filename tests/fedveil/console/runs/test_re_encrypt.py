@@ -165,9 +165,12 @@ def test_a_site_does_not_start_with_a_key_that_does_not_fit_what_is_there(home, 
     assert main([*start, "--key-file", str(home.keys / "none")]) == 2
     assert "--key-file: expected a file, found none at" in capsys.readouterr().err
     assert main([*start, "--key-file", str(home.keys / "a")]) == 2
-    assert "found an unsealed one" in capsys.readouterr().err
+    assert "found an unencrypted one" in capsys.readouterr().err
     assert home.seal("--key-file", str(home.keys / "a")) == 0
-    for more, reason in (([], "found a sealed one"), (["--key-file", str(home.keys / "b")], "found one sealed under")):
+    for more, reason in (
+        ([], "found an encrypted one"),
+        (["--key-file", str(home.keys / "b")], "found one encrypted under"),
+    ):
         assert main([*start, *more]) == 2
         assert reason in capsys.readouterr().err
     (home.keys / "a").chmod(0o644)

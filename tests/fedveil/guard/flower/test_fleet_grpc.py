@@ -59,11 +59,11 @@ def test_a_key_that_is_refused_reaches_no_servicer(monkeypatch):
 
     def refusal(key, activates):
         judged.append((key, activates))
-        return RefusalBehavior.SAYS_WHY, "its last day is over"
+        return RefusalBehavior.SAYS_WHY, "its expiry date has passed"
 
     fleet.install_checks(refusal)
-    with pytest.raises(Aborted, match="its last day is over"):
+    with pytest.raises(Aborted, match="its expiry date has passed"):
         asked(ActivateNodeRequest(public_key=public_key_to_bytes(public)), site)
-    with pytest.raises(Aborted, match="its last day is over"):
+    with pytest.raises(Aborted, match="its expiry date has passed"):
         asked(PullMessagesRequest(), site)
     assert judged == [(public_key_to_bytes(public), True), (public_key_to_bytes(public), False)]

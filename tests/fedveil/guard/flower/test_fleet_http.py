@@ -261,8 +261,8 @@ def test_flower_reads_the_body_that_came():
     "answer,status", [(RefusalBehavior.SAYS_WHY, 412), (RefusalBehavior.ENDS, 401), (RefusalBehavior.ASKS_AGAIN, 503)]
 )
 def test_a_key_that_is_not_permitted_is_told_so(answer, status):
-    port = Port((answer, "fedveil: its last day is over"))
-    assert port.ask() == (status, "fedveil: its last day is over")
+    port = Port((answer, "fedveil: its expiry date has passed"))
+    assert port.ask() == (status, "fedveil: its expiry date has passed")
     assert not port.came
 
 
