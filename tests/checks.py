@@ -36,16 +36,21 @@ def only_shapes(typechecker: Any) -> Callable[[Any], Any]:
         if thing.__module__ == "fedveil.ops.triton_kernels":  # Triton compiles a function, not what is around it
             return thing
         if isinstance(thing, type):
-            if dataclasses.is_dataclass(thing) and "__init__" in vars(thing) and _has_no_shape(thing.__init__):
-                thing.__init__ = typechecker(thing.__init__)
-                return thing
-            return _jaxtyped(typechecker=typechecker)(thing)
+            return _check_class(typechecker, thing)
         is_plain = not any("[Tensor, " in str(a) for a in thing.__annotations__.values())
         if not is_plain or ("TYPE_CHECKING" in thing.__globals__ and not _has_no_shape(thing)):
             return _jaxtyped(typechecker=typechecker)(thing)  # also where beartype would refuse names it cannot find
         return _check_nested(typechecker, thing) if "<locals>" in thing.__qualname__ else typechecker(thing)
 
     return wrap
+
+
+def _check_class(typechecker: Any, cls: Any) -> Any:
+    has_fields = dataclasses.is_dataclass(cls) and "__init__" in vars(cls)
+    if not has_fields or not _has_no_shape(cls.__init__):
+        return _jaxtyped(typechecker=typechecker)(cls)
+    cls.__init__ = typechecker(cls.__init__)
+    return cls
 
 
 def _has_no_shape(function: Any) -> bool:
@@ -86,7 +91,7 @@ def _without_closure(function: FunctionType) -> FunctionType:
     made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, cells)
     made.__kwdefaults__ = function.__kwdefaults__
     functools.update_wrapper(made, function)
-    del made.__wrapped__
+    made.__dict__.pop("__wrapped__")
     return made
 
 
