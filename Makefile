@@ -18,7 +18,8 @@ NEWEST_PYTHON ?= python3.12
 NEWEST_VENV ?= .venv-newest
 # Everything but what takes minutes or needs more than a CPU.
 EVERY := -m "not slow and not gpu and not containers and not browser"
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Bytecode is kept, whatever the environment asks: to rewrite the asserts of all tests anew takes each worker 15 s of CPU.
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # What differs by Flower: guard, apps, console, and a federation on this machine.
 HTTP_TESTS := tests/fedveil/guard tests/fedveil/relay tests/client_app/test_app.py tests/client_app/state/test_replay_guard.py \
   $(addprefix tests/server_app/test_,flower_strategy.py message_signing.py object_reader.py quorum.py reception.py resume.py hostile_replies.py) tests/fedveil/console/launch tests/fedveil/console/flower \

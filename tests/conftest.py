@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import pkgutil
 import tarfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -143,6 +144,17 @@ def aggregated(
         spec = fedqsn._spec(server)
     weights = {n: w for n, w in server.tensors.items() if not n.startswith(("adam.", "initial.", "control.", "step."))}
     return MessageExchange(method, "method", spec or param_specs_of(weights)).aggregate(server, uploads)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep modules and tests out of all later garbage collections, of which each would take seconds."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -121,6 +121,7 @@ def test_the_links_of_the_package_are_the_folders_at_the_top():
     assert all(file.samefile(ROOT / file.name) for file in beside)
 
 
+@pytest.mark.long  # it imports all packages
 def test_a_walk_through_the_package_ends_and_finds_no_file_twice():
     """Every module that Python can find below `fedveil`; a second name for a file would make a second copy of it."""
     code = (

@@ -41,7 +41,8 @@ from fedveil.guard.instruction_check import VerifiedInstruction, verify_instruct
 from fedveil.server_app.message_signing import MessageSigner, SignerFile
 from fedveil.server_app.reception import ArrivedReply, Reception, RefusedReply
 from tests.conftest import ROOT
-from tests.fedveil.guard.fleet.conftest import ORIGINALS, RELEASE, clean_database  # noqa: F401
+from tests.fedveil.guard.conftest import clean_database  # noqa: F401
+from tests.fedveil.guard.fleet.conftest import ORIGINALS, RELEASE
 from tests.fedveil.guard.fleet.replies import (
     Reply,
     exchange_object,

@@ -27,7 +27,7 @@ from fedveil.server_app.run_folder import RunFolder
 from fedveil.server_app.run_settings import RunSettings
 from fedveil.strategies.fedavg import FedAvg
 from fedveil.wire import chunking
-from tests.fedveil.guard.fleet.conftest import clean_database  # noqa: F401
+from tests.fedveil.guard.conftest import clean_database  # noqa: F401
 from tests.fedveil.guard.fleet.replies import (
     Reply,
     exchange_object,

@@ -9,14 +9,12 @@ import re
 import pytest
 
 from tests.conftest import ROOT
-from tools import reference
+from tests.tools.all_pages import all_pages
 from tools.pages import python
-
-PAGES = reference.pages()
 
 
 def page_of(name: str) -> str:
-    return PAGES[f"reference/python/{name}.md"]
+    return all_pages()[f"reference/python/{name}.md"]
 
 
 def told(thing: object) -> str:
@@ -70,7 +68,7 @@ def test_the_way_in_the_whole_contract_and_every_method_are_there():
         assert inside <= set(python.modules())
     assert "fedveil.local" in python.modules()
     assert len(python.modules()) == len(set(python.modules()))
-    index = PAGES["reference/python/index.md"]
+    index = all_pages()["reference/python/index.md"]
     assert set(re.findall(r"^\| \[`(\S+)`\]\(\1\.md\) \| .+ \|$", index, re.M)) == set(python.modules())
 
 

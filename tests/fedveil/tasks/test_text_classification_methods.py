@@ -12,6 +12,9 @@ from fedveil.tasks import load_task
 from tests.fedveil.tasks.small_classifiers import CONTEXT, NAMES, draw_rows, save_base, save_rows
 
 METHODS = strategies.list_methods()
+# One of each kind that trains, and all that are refused; the others are long.
+FAST = {"fedavg", "fedper", "fedqsn", "fedrand", "fedsa_lora", "random_binary", "scaffold"}
+FAST |= {"dp_fpl", "fedotp", "fedpgp", "fedsp", "promptfl"}
 PARAMS = {"fedlpp": "", "hetlora": 'ranks = {"a" = 2}', "flora": 'ranks = {"a" = 2}', "fedper": "layers = 1"}
 
 
@@ -35,7 +38,9 @@ def flat(place, method: str, kind: str, **keys: object) -> dict[str, object]:
     } | {name.replace("__", ".").replace("_", "-"): value for name, value in keys.items()}  # fmt: skip
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[pytest.mark.long] if name not in FAST else []) for name in METHODS]
+)
 def test_a_method_trains_the_head_and_the_base_or_says_why_not(place, method):
     kind = "llama" if METHODS.index(method) % 2 else "bert"
     if strategies.create_method(method, PARAMS.get(method, "")).adapter.mount != "layers":

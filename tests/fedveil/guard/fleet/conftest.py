@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import shutil
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,9 @@ import pytest
 from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest, PushObjectRequest
 from flwr.proto.node_pb2 import Node
-from flwr.supercore import sql_mixin
 from flwr.supercore.error import FlowerError
 from flwr.supercore.error.catalog import API_ERROR_MAP
-from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.run import InvalidRunStatusException
-from flwr.superlink.federation import NoOpFederationManager
 
 from fedveil.guard import flower
 from fedveil.guard.control_log import ControlLog
@@ -30,7 +25,7 @@ from fedveil.guard.fleet.staging import StagedReply
 from fedveil.guard.flower.link_states import find_instruction
 from fedveil.records import audit_log
 from tests.fedveil.guard.fleet.replies import Reply, make_reply, metadata
-from tests.fedveil.guard.flower.states import STATES, Superlink
+from tests.fedveil.guard.flower.states import Superlink, copy_superlink
 
 RELEASE = flower.installed_release()
 _MODULE = importlib.import_module(fleet_port.FLEET_MODULES[RELEASE.speaks])
@@ -136,28 +131,9 @@ def sql_superlink(tmp_path: Path, clean_database: Path) -> Superlink:
     return make_superlink("SQL", tmp_path, clean_database)
 
 
-@pytest.fixture(scope="session")
-def clean_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with Flower's tables: to make them anew takes a second."""
-    file = tmp_path_factory.mktemp("database") / "clean.db"
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "No path_separator")  # Flower's, of a new database
-        state: Any = STATES[1](str(file), NoOpFederationManager(), ObjectStoreFactory().store())
-        state.initialize()
-    state._engine.dispose()
-    return file
-
-
 def make_superlink(kind: str, folder: Path, clean: Path) -> Superlink:
     """One whose run is running: else Flower takes no call of a site."""
-    file = str(folder / "state.db")
-    if kind == "dictionaries":
-        made = Superlink()
-    else:
-        shutil.copy(clean, file)
-        with pytest.MonkeyPatch.context() as patch:  # the tables are there, and to look takes a second each time
-            patch.setattr(sql_mixin, "run_migrations", lambda engine: None)
-            made = Superlink(file, file)
+    made = Superlink() if kind == "dictionaries" else copy_superlink(clean, folder / "state.db")
     task = made.state.get_run_info(run_ids=[made.run])[0].primary_task_id
     assert made.state.claim_task(task)
     assert made.state.activate_task(task)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+import warnings
+from pathlib import Path
 from typing import Any
 
+import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.app.metadata import Metadata
 from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.server.superlink.linkstate import in_memory_linkstate, sql_linkstate
+from flwr.supercore import sql_mixin
 from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
 from flwr.supercore.date import now
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree, no_object_id_recompute
@@ -88,3 +93,21 @@ class Superlink:
         return sorted(
             -1 if reply.has_error() else self.sent.index(reply.metadata.reply_to_message_id) for reply in replies
         )
+
+
+def create_database(file: Path) -> None:
+    """Write a database with Flower's tables and nothing in them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "No path_separator")  # Flower's, of a new database
+        state: Any = STATES[1](str(file), NoOpFederationManager(), ObjectStoreFactory().store())
+        state.initialize()
+    state._engine.dispose()
+
+
+def copy_superlink(clean: Path, file: Path, with_objects: bool = True) -> Superlink:
+    """Return a SuperLink on a copy of a clean database, which holds its objects too, or else a dictionary does."""
+    shutil.copy(clean, file)
+    with pytest.MonkeyPatch.context() as patch:  # the tables are there, and to look takes a second each time
+        patch.setattr(sql_mixin, "run_migrations", lambda engine: None)
+        patch.setattr(STATES[1], "get_metadata", lambda self: None)
+        return Superlink(str(file), str(file) if with_objects else "")

@@ -18,7 +18,7 @@ from flwr.supercore.corestate import in_memory_corestate, sql_corestate
 from flwr.supercore.superexec.executor import subprocess_executor
 
 from fedveil.guard.flower import task_claims
-from tests.fedveil.guard.flower.states import Superlink
+from tests.fedveil.guard.flower.states import Superlink, copy_superlink
 
 pytestmark = pytest.mark.filterwarnings("ignore:No path_separator:DeprecationWarning")  # Flower's, of a new database
 _ARGUMENTS = ["flwr-clientapp", "--runtime-api-address", "127.0.0.1:1", "--token", "secret", "--insecure"]
@@ -33,9 +33,12 @@ def _wait_for(what: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("module", [in_memory_corestate, sql_corestate], ids=["memory", "sql"])
 @pytest.mark.parametrize("is_kept", [False, True])
-def test_a_heartbeat_keeps_a_task_that_starts(monkeypatch, tmp_path, module, is_kept):
+def test_a_heartbeat_keeps_a_task_that_starts(monkeypatch, tmp_path, clean_database, module, is_kept):
     """Flower's own states: without a heartbeat, a task that starts for 100 s is claimed a second time."""
-    state = Superlink("" if module is in_memory_corestate else str(tmp_path / "state.db")).state
+    made = (
+        Superlink() if module is in_memory_corestate else copy_superlink(clean_database, tmp_path / "state.db", False)
+    )
+    state = made.state
     (task,) = state.get_tasks()
     began, later = module.now(), timedelta()
     monkeypatch.setattr(module, "now", lambda: began + later)
