@@ -27,9 +27,11 @@ from typing import Any
 from tools import fuzz
 
 MARK = "Quendolin"  # part of every value, so it must not appear in any message
-KINDS = ("jsonl", "csv", "json", "csv.gz", "parquet", "arrow", "image")
+KINDS = ("jsonl", "csv", "json", "csv.gz", "parquet", "arrow", "image", "dicom")
+_IMAGES = ("image", "dicom")
 _MOST_SECONDS = 30.0  # of CPU
 _MOST_BYTES = 8 << 30  # of a child's address space
+_GRAYS = ("MONOCHROME1 ", "MONOCHROME2 ")
 _LONGEST = 2000  # characters of a message
 
 
@@ -56,7 +58,7 @@ def judge_case(kind: str, content: bytes, folder: Path) -> str:
     file = folder / f"train.{kind}"
     started = time.process_time()
     try:
-        if kind == "image":
+        if kind in _IMAGES:
             _decode(content, f"row 7 of {file}")
         else:
             file.write_bytes(content)
@@ -196,9 +198,36 @@ def _image(draw: random.Random) -> bytes:
     return out.getvalue()
 
 
+def _dicom(draw: random.Random) -> bytes:
+    """Return a gray or color DICOM file without compression, in which every text names the patient."""
+    import struct
+
+    rows, columns, is_color = draw.randint(1, 9), draw.randint(1, 9), draw.random() < 0.3
+    bits = 8 if is_color else draw.choice((8, 16))
+    texts = {
+        0x00100010: ("PN", MARK),
+        0x00281050: ("DS", "40 "),
+        0x00281051: ("DS", "400 "),
+        0x00281052: ("DS", "-1024 "),
+    }
+    texts[0x00280004] = ("CS", draw.choice(("RGB ", "YBR_FULL")) if is_color else draw.choice(_GRAYS))
+    if draw.random() < 0.5:
+        del texts[0x00281050], texts[0x00281051]
+    numbers = {0x00280002: 3 if is_color else 1, 0x00280006: 0, 0x00280010: rows, 0x00280011: columns,
+               0x00280100: bits, 0x00280101: bits, 0x00280102: bits - 1, 0x00280103: 0}  # fmt: skip
+    elements = {tag: (kind, text.encode() + b" " * (len(text) % 2)) for tag, (kind, text) in texts.items()}
+    elements |= {tag: ("US", struct.pack("<H", number)) for tag, number in numbers.items()}
+    pixels = draw.randbytes(rows * columns * (3 if is_color else 1) * bits // 8)
+    out = b"\0" * 128 + b"DICM\x02\0\x10\0UI\x14\0" + b"1.2.840.10008.1.2.1\0"
+    for tag, (kind, value) in sorted(elements.items()):
+        out += struct.pack("<HH2sH", tag >> 16, tag & 0xFFFF, kind.encode(), len(value)) + value
+    pixels += b"\0" * (len(pixels) % 2)
+    return out + struct.pack("<HH2sHI", 0x7FE0, 0x0010, b"OW", 0, len(pixels)) + pixels
+
+
 _SEEDS: dict[str, Callable[[random.Random], bytes]] = {
     "jsonl": _jsonl, "csv": _csv, "json": _json, "csv.gz": lambda draw: gzip.compress(_csv(draw), mtime=0),
-    "parquet": _parquet, "arrow": _arrow, "image": _image,
+    "parquet": _parquet, "arrow": _arrow, "image": _image, "dicom": _dicom,
 }  # fmt: skip
 
 

@@ -26,9 +26,10 @@ from fedveil.console.doctor import data_checks
 from fedveil.contract.task import DatasetShard
 from fedveil.data.row_values import describe_value
 from fedveil.errors import TaskError
+from tests.fedveil.data.test_dicom_images import MARK, REFUSED, dicom
 from tests.fedveil.data.test_image_decoding import with_significant_bits
 
-MARK = "Quendolin"  # the patient: in every column, in names of image files and inside of images
+# MARK is the patient: in every column, in names of image files and inside of images.
 OTHER = {"note": f"{MARK} has diabetes", "born": f"{MARK} 1931"}
 ROOT = Path(data_package.__file__).parent.parent
 
@@ -144,6 +145,18 @@ def shards(*tables: dict[str, object]) -> Callable[[Path], None]:
 
 def pairs() -> pyarrow.Array:
     return pyarrow.array([[(MARK, MARK)]], pyarrow.map_(pyarrow.string(), pyarrow.string()))
+
+
+def scans(content: bytes) -> Callable[[Path], None]:
+    """One good DICOM file and one with a fault, in class folders."""
+
+    def write(folder: Path) -> None:
+        for split in ("train", "test"):
+            for name, data in (("a", dicom()), ("b", content)):
+                (folder / split / name).mkdir(parents=True)
+                (folder / split / name / "1.dcm").write_bytes(data)
+
+    return write
 
 
 def described(about: bytes) -> Callable[[Path], None]:
@@ -306,6 +319,7 @@ CASES: dict[str, tuple[dict[str, object], Callable[[Path], None]]] = {
     "answer": (CHOICE, seen(1, question=MARK, choices=["a", MARK], answer=MARK, hint=MARK)),
     "hint": (CHOICE, seen(1, question=MARK, choices=["a", MARK], answer=1, hint=[MARK])),
     "long prompt": (CHOICE, seen(1, question=MARK * 90, choices=["a", MARK], answer=1, hint=MARK)),
+    **{f"DICOM: {name}": (CLASS | {"task.class-names": "a,b,c"}, scans(data)) for name, (data, _) in REFUSED.items()},
 }
 
 
