@@ -2,7 +2,7 @@
 
     python -m tools.fuzz_data 100000 --seed 7        prints the counts; exits with 1 if a case is wrong
 
-A case is one JSON Lines, CSV, JSON, Parquet or Arrow file, or one image, with one to four mutations. A child process
+A case is one file of rows or one image, with one to four mutations. A child process
 reads the cases, so that crashes and memory exhaustion are detected too. Case N of a seed is the same in every run.
 """
 
@@ -27,7 +27,7 @@ from typing import Any
 from tools import fuzz
 
 MARK = "Quendolin"  # part of every value, so it must not appear in any message
-KINDS = ("jsonl", "csv", "json", "csv.gz", "parquet", "arrow", "image", "dicom")
+KINDS = ("jsonl", "csv", "json", "csv.gz", "parquet", "arrow", "image", "dicom", "xlsx")
 _IMAGES = ("image", "dicom")
 _MOST_SECONDS = 30.0  # of CPU
 _MOST_BYTES = 8 << 30  # of a child's address space
@@ -198,6 +198,48 @@ def _image(draw: random.Random) -> bytes:
     return out.getvalue()
 
 
+def _xlsx(draw: random.Random) -> bytes:
+    """Return a workbook with one sheet of texts and numbers. Half of the sheets are mutated before they are packed."""
+    import zipfile
+
+    main = "http://schemas.openxmlformats.org/spreadsheetml/2006/main"
+    office = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
+    package = "http://schemas.openxmlformats.org/package/2006"
+    kind = "application/vnd.openxmlformats-officedocument.spreadsheetml"
+    lines = [("mr", "ref"), *((row["mr"], row["ref"]) for row in _rows(draw))]
+    cells = "".join(
+        f'<row r="{at}">'
+        + "".join(
+            f'<c r="{"AB"[i]}{at}" t="inlineStr"><is><t>{text}</t></is></c>'
+            if draw.random() < 0.8 or at == 1
+            else f'<c r="{"AB"[i]}{at}"><f>1+1</f><v>2.5</v></c>'
+            for i, text in enumerate(line)
+        )
+        + "</row>"
+        for at, line in enumerate(lines, start=1)
+    )
+    sheet = f'<worksheet xmlns="{main}"><dimension ref="A1:B9"/><sheetData>{cells}</sheetData></worksheet>'.encode()
+    parts = {
+        "[Content_Types].xml": f'<Types xmlns="{package}/content-types"><Default Extension="rels" '
+        'ContentType="application/vnd.openxmlformats-package.relationships+xml"/>'
+        f'<Override PartName="/xl/workbook.xml" ContentType="{kind}.sheet.main+xml"/>'
+        f'<Override PartName="/xl/worksheets/sheet1.xml" ContentType="{kind}.worksheet+xml"/></Types>',
+        "_rels/.rels": f'<Relationships xmlns="{package}/relationships"><Relationship Id="rId1" '
+        f'Type="{office}/officeDocument" Target="xl/workbook.xml"/></Relationships>',
+        "xl/workbook.xml": f'<workbook xmlns="{main}" xmlns:r="{office}"><sheets><sheet name="{MARK}" sheetId="1" '
+        'r:id="rId1"/></sheets></workbook>',
+        "xl/_rels/workbook.xml.rels": f'<Relationships xmlns="{package}/relationships"><Relationship Id="rId1" '
+        f'Type="{office}/worksheet" Target="worksheets/sheet1.xml"/></Relationships>',
+    }
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in parts.items():
+            archive.writestr(zipfile.ZipInfo(name), text)  # the same date each time
+        mutated = fuzz.mutate_bytes(sheet, draw) if draw.random() < 0.5 else sheet
+        archive.writestr(zipfile.ZipInfo("xl/worksheets/sheet1.xml"), mutated, zipfile.ZIP_DEFLATED)
+    return out.getvalue()
+
+
 def _dicom(draw: random.Random) -> bytes:
     """Return a gray or color DICOM file without compression, in which every text names the patient."""
     import struct
@@ -227,7 +269,7 @@ def _dicom(draw: random.Random) -> bytes:
 
 _SEEDS: dict[str, Callable[[random.Random], bytes]] = {
     "jsonl": _jsonl, "csv": _csv, "json": _json, "csv.gz": lambda draw: gzip.compress(_csv(draw), mtime=0),
-    "parquet": _parquet, "arrow": _arrow, "image": _image, "dicom": _dicom,
+    "parquet": _parquet, "arrow": _arrow, "image": _image, "dicom": _dicom, "xlsx": _xlsx,
 }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 | in the data folder, for the split "train" | what is read |
 |---|---|
-| train.csv, Train.jsonl.gz, train.cp1252.csv | the file |
+| train.csv, Train.jsonl.gz, train.cp1252.csv, train.xlsx | the file |
 | train-00000-of-00002.parquet, ... | all shards, in order; refused if one is missing |
 | train-0.jsonl, train_1.jsonl, ... | all of them, in order |
 | train.parquet/part-*.parquet | all parts, as Spark writes them; refused while it still writes (_temporary) |
@@ -54,7 +54,7 @@ IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".
 MAX_FILES = 10_000
 _SYSTEM_NAMES = {"__macosx", "thumbs.db", "desktop.ini", "@eadir", "$recycle.bin", "system volume information"}
 _SAVED_NAMES = {"state.json", "dataset_info.json", "dataset_dict.json"}  # files that `datasets` writes next to the rows
-_SPREADSHEETS = (".xlsx", ".xls", ".xlsm", ".ods")
+_SPREADSHEETS = (".xls", ".xlsm", ".xlsb", ".ods")
 _TABULAR = {*SUFFIXES, ".arrow", ".feather", *_SPREADSHEETS}
 _SHARD = re.compile(r"[-_]?(\d{1,9})(?:-of-(\d{1,9}))?(?:-[0-9a-f]{16})?")
 _DICOM_NAME = re.compile(r"[^.]+|.*\.\d+")  # without a file extension, or a UID
@@ -154,7 +154,7 @@ def is_image_file(path: Path) -> bool:
 
 def is_made_by_system(name: str) -> bool:
     """Return whether a file or folder is hidden or was created by an operating system or archive tool."""
-    return name.startswith(".") or name.lower() in _SYSTEM_NAMES
+    return name.startswith((".", "~$")) or name.lower() in _SYSTEM_NAMES
 
 
 def describe_layout(data: Path, split: str, files: Sequence[Path]) -> str:
@@ -359,5 +359,5 @@ def _spreadsheets(paths: Sequence[Path]) -> list[Path]:
 
 def _how_to_convert(paths: Sequence[Path]) -> str:
     if sheets := _spreadsheets(paths):
-        return f"save the table {sheets[0].name} as CSV (in Excel: Save As, CSV UTF-8), which is read"
+        return f"save the table {sheets[0].name} as .xlsx or as CSV (in Excel: Save As), which are read"
     return "convert it"

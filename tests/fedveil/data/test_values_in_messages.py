@@ -26,6 +26,7 @@ from fedveil.console.doctor import data_checks
 from fedveil.contract.task import DatasetShard
 from fedveil.data.row_values import describe_value
 from fedveil.errors import TaskError
+from tests.fedveil.data import test_excel_files
 from tests.fedveil.data.test_dicom_images import MARK, REFUSED, dicom
 from tests.fedveil.data.test_image_decoding import with_significant_bits
 
@@ -70,7 +71,7 @@ WITHOUT_ROWS = {
     "or one set of shards, found", "expected each shard once", "shards in ", "expected a finished data set",
     "expected files in ", "expected files of one format", "expected one file of rows beside", "files of the split",
     "expected the list of files", "expected names of .arrow files", "expected all files that", "expected one folder of",
-    "expected one place with the pictures",
+    "expected one place with the pictures", "bytes unpacked from", "Excel files need the package",
     "task.data::",  # another error, under another key
 }  # fmt: skip
 
@@ -320,6 +321,7 @@ CASES: dict[str, tuple[dict[str, object], Callable[[Path], None]]] = {
     "hint": (CHOICE, seen(1, question=MARK, choices=["a", MARK], answer=1, hint=[MARK])),
     "long prompt": (CHOICE, seen(1, question=MARK * 90, choices=["a", MARK], answer=1, hint=MARK)),
     **{f"DICOM: {name}": (CLASS | {"task.class-names": "a,b,c"}, scans(data)) for name, (data, _) in REFUSED.items()},
+    **{f"Excel: {name}": (TEXT, raw(data, "xlsx")) for name, (data, _) in test_excel_files.REFUSED.items()},
 }
 
 
