@@ -27,8 +27,8 @@ from typing import Any
 from tools import fuzz
 
 MARK = "Quendolin"  # part of every value, so it must not appear in any message
-KINDS = ("jsonl", "csv", "json", "csv.gz", "parquet", "arrow", "image", "dicom", "xlsx")
-_IMAGES = ("image", "dicom")
+KINDS = ("jsonl", "csv", "json", "csv.gz", "parquet", "arrow", "image", "dicom", "xlsx", "nii", "nii.gz")
+_IMAGES = ("image", "dicom", "nii", "nii.gz")
 _MOST_SECONDS = 30.0  # of CPU
 _MOST_BYTES = 8 << 30  # of a child's address space
 _GRAYS = ("MONOCHROME1 ", "MONOCHROME2 ")
@@ -240,6 +240,26 @@ def _xlsx(draw: random.Random) -> bytes:
     return out.getvalue()
 
 
+def _nifti(draw: random.Random) -> bytes:
+    """Return a volume whose header texts name the patient."""
+    import struct
+
+    code, kind, size = draw.choice(((2, 8, 1), (4, 16, 2), (16, 32, 4), (512, 16, 2)))
+    shape = [draw.randint(1, 6) for _ in range(draw.choice((2, 3)))]
+    header = bytearray(348)
+    struct.pack_into("<i", header, 0, 348)
+    struct.pack_into(f"<{1 + len(shape)}h", header, 40, len(shape), *shape)
+    struct.pack_into("<hh", header, 70, code, kind)
+    struct.pack_into("<fff", header, 108, 352.0, draw.choice((0.0, 1.0, 2.0)), draw.choice((0.0, -5.0)))
+    struct.pack_into("<ff", header, 124, draw.choice((0.0, 200.0)), 0.0)
+    header[148 : 148 + len(MARK)] = MARK.encode()
+    header[344:348] = b"n+1\0"
+    count = 1
+    for length in shape:
+        count *= length
+    return bytes(header) + bytes(4) + draw.randbytes(count * size)
+
+
 def _dicom(draw: random.Random) -> bytes:
     """Return a gray or color DICOM file without compression, in which every text names the patient."""
     import struct
@@ -270,6 +290,7 @@ def _dicom(draw: random.Random) -> bytes:
 _SEEDS: dict[str, Callable[[random.Random], bytes]] = {
     "jsonl": _jsonl, "csv": _csv, "json": _json, "csv.gz": lambda draw: gzip.compress(_csv(draw), mtime=0),
     "parquet": _parquet, "arrow": _arrow, "image": _image, "dicom": _dicom, "xlsx": _xlsx,
+    "nii": _nifti, "nii.gz": lambda draw: gzip.compress(_nifti(draw), mtime=0),
 }  # fmt: skip
 
 

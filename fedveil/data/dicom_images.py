@@ -51,7 +51,6 @@ _FUNCTIONS = ("LINEAR", "LINEAR_EXACT", "SIGMOID")
 _MAGIC_AT = 128
 DICOM_START = _MAGIC_AT + 4  # bytes, enough for `is_dicom`
 _MAX_FRAMES = 1 << 20
-_LARGEST = 1e15  # of an attribute
 _EXPORT = "export it as PNG"
 _QUIET = ("ignore", None, Warning, re.compile("pydicom"), 0)  # as in warnings.filters
 
@@ -316,8 +315,8 @@ def _numbers(dataset: Any, name: str) -> list[float]:
     if value is None or value == "":
         return []
     values = [float(each) for each in (value if hasattr(value, "__iter__") and not isinstance(value, str) else [value])]
-    if not all(abs(number) <= _LARGEST for number in values):  # also NaN
-        raise ImageError(f"its attribute {name} is not a number up to {_LARGEST:g}")
+    if not all(abs(number) <= gray_values.LARGEST for number in values):  # also NaN
+        raise ImageError(f"its attribute {name} is not a number up to {gray_values.LARGEST:g}")
     return values
 
 

@@ -8,6 +8,7 @@ __all__ = ["ImageError", "RangeError", "apply_range", "apply_window", "name_rang
 
 INVERTED = "inverted, because 0 is white"
 FIRST_FRAME = "first of several frames"
+LARGEST = 1e15  # of a number in a header: with more, its products with pixels could overflow
 
 
 class ImageError(Exception):

@@ -14,7 +14,7 @@
 | alpha, or a transparent color | composited on white |
 | EXIF orientation | applied |
 | several frames or pages | the first one |
-| DICOM | see `dicom_images` |
+| DICOM, NIfTI | see `dicom_images`, `nifti_images` |
 
 No range is computed from pixels, so equal values stay equal across images, and no image influences another. Each
 conversion has a name; `image_conversions` determines the names from the header alone, so they are cheap to count.
@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from fedveil.data import dicom_images, gray_values
+from fedveil.data import dicom_images, gray_values, nifti_images
 from fedveil.data.gray_values import ImageError, RangeError
 from fedveil.errors import TaskError
 
@@ -56,6 +56,8 @@ def decode_image(image: bytes, where: str, mode: str = "RGB", window: Window | N
     try:
         if dicom_images.is_dicom(image):
             return _converted(dicom_images.decode_dicom(image, window), mode)
+        if nifti_images.is_nifti(image):
+            return _converted(nifti_images.decode_nifti(image, window), mode)
         return _decoded(_opened(image), mode, window)
     except RangeError as error:
         raise TaskError(f"task.data: cannot scale the image in {where}: {error}; {error.remedy}") from None
@@ -72,6 +74,8 @@ def image_conversions(image: bytes, where: str, window: Window | None = None) ->
     try:
         if dicom_images.is_dicom(image):
             return dicom_images.dicom_conversions(image, window)
+        if nifti_images.is_nifti(image):
+            return nifti_images.nifti_conversions(image, window)
         with _opened(image) as opened:
             return _conversions(opened, window)
     except Exception as error:  # see decode_image

@@ -50,7 +50,9 @@ SPLIT_NAMES = {
     "test": ("test", "testing"),
     "validation": ("validation", "valid", "val", "dev"),
 }
-IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp", ".gif", ".dcm", ".dicom"})
+IMAGE_SUFFIXES = frozenset(
+    {".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp", ".gif", ".dcm", ".dicom", ".nii", ".nii.gz"}
+)
 MAX_FILES = 10_000
 _SYSTEM_NAMES = {"__macosx", "thumbs.db", "desktop.ini", "@eadir", "$recycle.bin", "system volume information"}
 _SAVED_NAMES = {"state.json", "dataset_info.json", "dataset_dict.json"}  # files that `datasets` writes next to the rows

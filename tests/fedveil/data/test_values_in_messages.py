@@ -26,7 +26,7 @@ from fedveil.console.doctor import data_checks
 from fedveil.contract.task import DatasetShard
 from fedveil.data.row_values import describe_value
 from fedveil.errors import TaskError
-from tests.fedveil.data import test_excel_files
+from tests.fedveil.data import test_excel_files, test_nifti_images
 from tests.fedveil.data.test_dicom_images import MARK, REFUSED, dicom
 from tests.fedveil.data.test_image_decoding import with_significant_bits
 
@@ -148,14 +148,14 @@ def pairs() -> pyarrow.Array:
     return pyarrow.array([[(MARK, MARK)]], pyarrow.map_(pyarrow.string(), pyarrow.string()))
 
 
-def scans(content: bytes) -> Callable[[Path], None]:
-    """One good DICOM file and one with a fault, in class folders."""
+def scans(content: bytes, name: str = "1.dcm") -> Callable[[Path], None]:
+    """One good DICOM file and one file with a fault, in class folders."""
 
     def write(folder: Path) -> None:
         for split in ("train", "test"):
-            for name, data in (("a", dicom()), ("b", content)):
-                (folder / split / name).mkdir(parents=True)
-                (folder / split / name / "1.dcm").write_bytes(data)
+            for path, data in (("a/1.dcm", dicom()), (f"b/{name}", content)):
+                (folder / split / path).parent.mkdir(parents=True)
+                (folder / split / path).write_bytes(data)
 
     return write
 
@@ -321,6 +321,10 @@ CASES: dict[str, tuple[dict[str, object], Callable[[Path], None]]] = {
     "hint": (CHOICE, seen(1, question=MARK, choices=["a", MARK], answer=1, hint=[MARK])),
     "long prompt": (CHOICE, seen(1, question=MARK * 90, choices=["a", MARK], answer=1, hint=MARK)),
     **{f"DICOM: {name}": (CLASS | {"task.class-names": "a,b,c"}, scans(data)) for name, (data, _) in REFUSED.items()},
+    **{
+        f"NIfTI: {name}": (CLASS | {"task.class-names": "a,b,c"}, scans(data, "1.nii"))
+        for name, (data, _) in test_nifti_images.REFUSED.items()
+    },
     **{f"Excel: {name}": (TEXT, raw(data, "xlsx")) for name, (data, _) in test_excel_files.REFUSED.items()},
 }
 
