@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import difflib
 import json
+import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -79,6 +80,19 @@ RENAMED_KEYS = {  # keys in files from before 0.2
 def config_key(name: str) -> str:
     """Return a field's name as a run config key."""
     return name.replace("_", "-")
+
+
+def parse_window(text: str) -> tuple[float, float] | None:
+    """Return the two gray values in task.image-window; None for "". Raises ValueError for anything else."""
+    if not text:
+        return None
+    try:
+        low, high = (float(part) for part in text.split(","))
+    except ValueError:
+        low = high = math.nan
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ValueError('expected the gray values for black and for white, such as "-1000,400"')
+    return low, high
 
 
 def parse_class_names(text: str) -> tuple[str, ...]:
@@ -243,6 +257,12 @@ class TaskConfig(ConfigSection):
     target_column: str = Field("ref", description="target column: a text, a class or a caption")
     rejected_column: str = Field("rejected", description="preference: column with the rejected answer")
     image_column: str = Field("image", description="image column: bytes, or paths relative to the file")
+    image_window: str = Field(
+        "",
+        max_length=100,
+        description='images: gray values for black and white, as in "-1000,400", for DICOM and gray images with more '
+        "than 8 bits; values beyond them are black or white; empty = the window or range that each file declares",
+    )
     choices_column: str = Field("", description="vision-language: column with a question's choices; empty = none")
     hint_column: str = Field("", description="vision-language: column with the text before a question; empty = none")
     label_column: str = Field("mr", description="column whose values partition the examples among sites")
@@ -302,6 +322,17 @@ class TaskConfig(ConfigSection):
     def class_list(self) -> tuple[str, ...]:
         """Return the names in `class_names`, in numerical order."""
         return parse_class_names(self.class_names)
+
+    @property
+    def gray_window(self) -> tuple[float, float] | None:
+        """Return the gray values for black and white in `image_window`; None if it is empty."""
+        return parse_window(self.image_window)
+
+    @field_validator("image_window")
+    @classmethod
+    def _is_a_window(cls, text: str) -> str:
+        parse_window(text)
+        return text
 
     @field_validator("max_tokens")
     @classmethod

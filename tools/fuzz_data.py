@@ -2,7 +2,7 @@
 
     python -m tools.fuzz_data 100000 --seed 7        prints the counts; exits with 1 if a case is wrong
 
-A case is one JSON Lines, CSV, JSON, Parquet or Arrow file, or one image, with one to four mutations. A child process
+A case is one file of rows or one image, with one to four mutations. A child process
 reads the cases, so that crashes and memory exhaustion are detected too. Case N of a seed is the same in every run.
 """
 
@@ -27,9 +27,11 @@ from typing import Any
 from tools import fuzz
 
 MARK = "Quendolin"  # part of every value, so it must not appear in any message
-KINDS = ("jsonl", "csv", "json", "csv.gz", "parquet", "arrow", "image")
+KINDS = ("jsonl", "csv", "json", "csv.gz", "parquet", "arrow", "image", "dicom", "xlsx", "nii", "nii.gz")
+_IMAGES = ("image", "dicom", "nii", "nii.gz")
 _MOST_SECONDS = 30.0  # of CPU
 _MOST_BYTES = 8 << 30  # of a child's address space
+_GRAYS = ("MONOCHROME1 ", "MONOCHROME2 ")
 _LONGEST = 2000  # characters of a message
 
 
@@ -56,7 +58,7 @@ def judge_case(kind: str, content: bytes, folder: Path) -> str:
     file = folder / f"train.{kind}"
     started = time.process_time()
     try:
-        if kind == "image":
+        if kind in _IMAGES:
             _decode(content, f"row 7 of {file}")
         else:
             file.write_bytes(content)
@@ -196,9 +198,99 @@ def _image(draw: random.Random) -> bytes:
     return out.getvalue()
 
 
+def _xlsx(draw: random.Random) -> bytes:
+    """Return a workbook with one sheet of texts and numbers. Half of the sheets are mutated before they are packed."""
+    import zipfile
+
+    main = "http://schemas.openxmlformats.org/spreadsheetml/2006/main"
+    office = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
+    package = "http://schemas.openxmlformats.org/package/2006"
+    kind = "application/vnd.openxmlformats-officedocument.spreadsheetml"
+    lines = [("mr", "ref"), *((row["mr"], row["ref"]) for row in _rows(draw))]
+    cells = "".join(
+        f'<row r="{at}">'
+        + "".join(
+            f'<c r="{"AB"[i]}{at}" t="inlineStr"><is><t>{text}</t></is></c>'
+            if draw.random() < 0.8 or at == 1
+            else f'<c r="{"AB"[i]}{at}"><f>1+1</f><v>2.5</v></c>'
+            for i, text in enumerate(line)
+        )
+        + "</row>"
+        for at, line in enumerate(lines, start=1)
+    )
+    sheet = f'<worksheet xmlns="{main}"><dimension ref="A1:B9"/><sheetData>{cells}</sheetData></worksheet>'.encode()
+    parts = {
+        "[Content_Types].xml": f'<Types xmlns="{package}/content-types"><Default Extension="rels" '
+        'ContentType="application/vnd.openxmlformats-package.relationships+xml"/>'
+        f'<Override PartName="/xl/workbook.xml" ContentType="{kind}.sheet.main+xml"/>'
+        f'<Override PartName="/xl/worksheets/sheet1.xml" ContentType="{kind}.worksheet+xml"/></Types>',
+        "_rels/.rels": f'<Relationships xmlns="{package}/relationships"><Relationship Id="rId1" '
+        f'Type="{office}/officeDocument" Target="xl/workbook.xml"/></Relationships>',
+        "xl/workbook.xml": f'<workbook xmlns="{main}" xmlns:r="{office}"><sheets><sheet name="{MARK}" sheetId="1" '
+        'r:id="rId1"/></sheets></workbook>',
+        "xl/_rels/workbook.xml.rels": f'<Relationships xmlns="{package}/relationships"><Relationship Id="rId1" '
+        f'Type="{office}/worksheet" Target="worksheets/sheet1.xml"/></Relationships>',
+    }
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in parts.items():
+            archive.writestr(zipfile.ZipInfo(name), text)  # the same date each time
+        mutated = fuzz.mutate_bytes(sheet, draw) if draw.random() < 0.5 else sheet
+        archive.writestr(zipfile.ZipInfo("xl/worksheets/sheet1.xml"), mutated, zipfile.ZIP_DEFLATED)
+    return out.getvalue()
+
+
+def _nifti(draw: random.Random) -> bytes:
+    """Return a volume whose header texts name the patient."""
+    import struct
+
+    code, kind, size = draw.choice(((2, 8, 1), (4, 16, 2), (16, 32, 4), (512, 16, 2)))
+    shape = [draw.randint(1, 6) for _ in range(draw.choice((2, 3)))]
+    header = bytearray(348)
+    struct.pack_into("<i", header, 0, 348)
+    struct.pack_into(f"<{1 + len(shape)}h", header, 40, len(shape), *shape)
+    struct.pack_into("<hh", header, 70, code, kind)
+    struct.pack_into("<fff", header, 108, 352.0, draw.choice((0.0, 1.0, 2.0)), draw.choice((0.0, -5.0)))
+    struct.pack_into("<ff", header, 124, draw.choice((0.0, 200.0)), 0.0)
+    header[148 : 148 + len(MARK)] = MARK.encode()
+    header[344:348] = b"n+1\0"
+    count = 1
+    for length in shape:
+        count *= length
+    return bytes(header) + bytes(4) + draw.randbytes(count * size)
+
+
+def _dicom(draw: random.Random) -> bytes:
+    """Return a gray or color DICOM file without compression, in which every text names the patient."""
+    import struct
+
+    rows, columns, is_color = draw.randint(1, 9), draw.randint(1, 9), draw.random() < 0.3
+    bits = 8 if is_color else draw.choice((8, 16))
+    texts = {
+        0x00100010: ("PN", MARK),
+        0x00281050: ("DS", "40 "),
+        0x00281051: ("DS", "400 "),
+        0x00281052: ("DS", "-1024 "),
+    }
+    texts[0x00280004] = ("CS", draw.choice(("RGB ", "YBR_FULL")) if is_color else draw.choice(_GRAYS))
+    if draw.random() < 0.5:
+        del texts[0x00281050], texts[0x00281051]
+    numbers = {0x00280002: 3 if is_color else 1, 0x00280006: 0, 0x00280010: rows, 0x00280011: columns,
+               0x00280100: bits, 0x00280101: bits, 0x00280102: bits - 1, 0x00280103: 0}  # fmt: skip
+    elements = {tag: (kind, text.encode() + b" " * (len(text) % 2)) for tag, (kind, text) in texts.items()}
+    elements |= {tag: ("US", struct.pack("<H", number)) for tag, number in numbers.items()}
+    pixels = draw.randbytes(rows * columns * (3 if is_color else 1) * bits // 8)
+    out = b"\0" * 128 + b"DICM\x02\0\x10\0UI\x14\0" + b"1.2.840.10008.1.2.1\0"
+    for tag, (kind, value) in sorted(elements.items()):
+        out += struct.pack("<HH2sH", tag >> 16, tag & 0xFFFF, kind.encode(), len(value)) + value
+    pixels += b"\0" * (len(pixels) % 2)
+    return out + struct.pack("<HH2sHI", 0x7FE0, 0x0010, b"OW", 0, len(pixels)) + pixels
+
+
 _SEEDS: dict[str, Callable[[random.Random], bytes]] = {
     "jsonl": _jsonl, "csv": _csv, "json": _json, "csv.gz": lambda draw: gzip.compress(_csv(draw), mtime=0),
-    "parquet": _parquet, "arrow": _arrow, "image": _image,
+    "parquet": _parquet, "arrow": _arrow, "image": _image, "dicom": _dicom, "xlsx": _xlsx,
+    "nii": _nifti, "nii.gz": lambda draw: gzip.compress(_nifti(draw), mtime=0),
 }  # fmt: skip
 
 

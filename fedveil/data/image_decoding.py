@@ -8,11 +8,13 @@
   the maximum in a PGM file |
 | floats | scaled by SMinSampleValue and SMaxSampleValue (TIFF); refused if these are missing |
 | a value outside the declared range | refused rather than clipped |
+| the two above with task.image-window | scaled by the window; values beyond it are black or white |
 | WhiteIsZero (TIFF) | inverted |
 | a palette, CMYK, YCbCr, LAB | converted to RGB |
 | alpha, or a transparent color | composited on white |
 | EXIF orientation | applied |
 | several frames or pages | the first one |
+| DICOM, NIfTI | see `dicom_images`, `nifti_images` |
 
 No range is computed from pixels, so equal values stay equal across images, and no image influences another. Each
 conversion has a name; `image_conversions` determines the names from the header alone, so they are cheap to count.
@@ -27,6 +29,8 @@ from typing import Any
 
 import numpy as np
 
+from fedveil.data import dicom_images, gray_values, nifti_images
+from fedveil.data.gray_values import ImageError, RangeError
 from fedveil.errors import TaskError
 
 __all__ = ["decode_image", "describe_conversions", "image_conversions"]
@@ -38,31 +42,42 @@ _SIGNIFICANT_BITS = "sBIT"  # a PNG chunk
 _DEEP = ("I", "F")  # the first letter of Pillow's modes with more than 8 bits
 _ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
 _COLORS = ("CMYK", "YCbCr", "LAB", "HSV")
+_MOST_NAMES = 12  # in a description: each range is a name of its own
+
+Window = tuple[float, float]  # the gray values for black and white
 
 
-def decode_image(image: bytes, where: str, mode: str = "RGB") -> Any:
-    """Decode the image to Pillow's mode `mode`, "RGB" or "L".
+def decode_image(image: bytes, where: str, mode: str = "RGB", window: Window | None = None) -> Any:
+    """Decode the image to Pillow's mode `mode`, "RGB" or "L"; `window` is that of task.image-window.
 
     Raises:
         TaskError: the image does not decode, declares no range, or has values outside its range.
     """
     try:
-        return _decoded(_opened(image), mode)
-    except _RangeError as error:
-        raise TaskError(f"task.data: cannot scale the image in {where}: {error}; save it with 8 or 16 bits") from None
+        if dicom_images.is_dicom(image):
+            return _converted(dicom_images.decode_dicom(image, window), mode)
+        if nifti_images.is_nifti(image):
+            return _converted(nifti_images.decode_nifti(image, window), mode)
+        return _decoded(_opened(image), mode, window)
+    except RangeError as error:
+        raise TaskError(f"task.data: cannot scale the image in {where}: {error}; {error.remedy}") from None
     except Exception as error:  # Pillow's decoders raise errors of many types for damaged files
         raise _undecodable(where, error) from None
 
 
-def image_conversions(image: bytes, where: str) -> tuple[str, ...]:
+def image_conversions(image: bytes, where: str, window: Window | None = None) -> tuple[str, ...]:
     """Return the names of the conversions that `decode_image` would make, from the image header.
 
     Raises:
         TaskError: the header isn't an image header. The remaining bytes are checked when the image is decoded.
     """
     try:
+        if dicom_images.is_dicom(image):
+            return dicom_images.dicom_conversions(image, window)
+        if nifti_images.is_nifti(image):
+            return nifti_images.nifti_conversions(image, window)
         with _opened(image) as opened:
-            return _conversions(opened)
+            return _conversions(opened, window)
     except Exception as error:  # see decode_image
         raise _undecodable(where, error) from None
 
@@ -70,11 +85,8 @@ def image_conversions(image: bytes, where: str) -> tuple[str, ...]:
 def describe_conversions(images: Iterable[tuple[str, ...]]) -> str:
     """Return how many images need each conversion, the most frequent first; "" if no image needs any."""
     counts = Counter(name for names in images for name in names)
-    return ", ".join(f"{name} ({count:,})" for name, count in counts.most_common())
-
-
-class _RangeError(Exception):
-    """Pixel values without a declared range, or outside the declared range."""
+    shown = ", ".join(f"{name} ({count:,})" for name, count in counts.most_common(_MOST_NAMES))
+    return shown + f" and {len(counts) - _MOST_NAMES:,} more conversions" * (len(counts) > _MOST_NAMES)
 
 
 def _opened(image: bytes) -> Any:
@@ -99,14 +111,16 @@ def _significant_bits(image: bytes) -> int:
     return 0
 
 
-def _conversions(opened: Any) -> tuple[str, ...]:
+def _conversions(opened: Any, window: Window | None) -> tuple[str, ...]:
     mode, tags = opened.mode, getattr(opened, "tag_v2", {})
     names = []
     if mode.startswith(_DEEP):
-        low, high = _declared_range(opened)
-        names.append(f"{'floats' if mode[0] == 'F' else 'grey'} from {low:g} to {high:g} scaled to 8 bits")
+        if window is not None:
+            names.append(gray_values.name_window(*window))
+        else:
+            names.append(gray_values.name_range(*_declared_range(opened), "floats" if mode[0] == "F" else "grey"))
         if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:
-            names.append("inverted, because 0 is white")
+            names.append(gray_values.INVERTED)
     if mode in ("P", "PA"):
         names.append("palette to RGB")
     if mode in _COLORS:
@@ -116,7 +130,7 @@ def _conversions(opened: Any) -> tuple[str, ...]:
     if opened.getexif().get(_ORIENTATION, 1) not in (0, 1):
         names.append("turned by its EXIF orientation")
     if getattr(opened, "n_frames", 1) > 1:
-        names.append("first of several frames")
+        names.append(gray_values.FIRST_FRAME)
     return tuple(names)
 
 
@@ -128,13 +142,13 @@ def _declared_range(opened: Any) -> tuple[float, float]:
             return 0, 2 ** (opened.info[_SIGNIFICANT_BITS] or 16) - 1
         if opened.format == "PPM" and opened.mode[0] == "I":
             return 0, 65535  # Pillow scales a PGM to this range by the maximum in its header
-        raise _RangeError(f"a {opened.format} file declares no range of its values")
+        raise RangeError(f"a {opened.format} file declares no range of its values")
     if opened.mode[0] == "F":
         if _FLOAT_MIN not in tags or _FLOAT_MAX not in tags:
-            raise _RangeError("its floats have no declared range")
+            raise RangeError("its floats have no declared range")
         low, high = float(np.ravel(tags[_FLOAT_MIN])[0]), float(np.ravel(tags[_FLOAT_MAX])[0])
         if not (np.isfinite([low, high]).all() and low < high):
-            raise _RangeError("its declared range is empty")
+            raise RangeError("its declared range is empty")
         return low, high
     bits = int(np.ravel(tags[_BITS])[0])
     signed = int(np.ravel(tags.get(_FORMAT, _UNSIGNED))[0]) != _UNSIGNED
@@ -142,13 +156,13 @@ def _declared_range(opened: Any) -> tuple[float, float]:
     return 0, declared if declared > 0 else 2 ** (bits - signed) - 1
 
 
-def _decoded(opened: Any, mode: str) -> Any:
+def _decoded(opened: Any, mode: str, window: Window | None) -> Any:
     from PIL import Image, ImageOps
 
     opened.seek(0)
     deep, tags = opened.mode.startswith(_DEEP), getattr(opened, "tag_v2", {})
     if deep:
-        picture = Image.fromarray(_scaled(opened, tags))
+        picture = Image.fromarray(_scaled(opened, tags, window))
         picture.info["exif"] = opened.getexif().tobytes()
         opened = picture
     upright = ImageOps.exif_transpose(opened)
@@ -156,39 +170,48 @@ def _decoded(opened: Any, mode: str) -> Any:
         white = Image.new("RGBA", upright.size, "white")
         white.alpha_composite(upright.convert("RGBA"))
         upright = white.convert("RGB")
-    return upright.convert("RGB").convert(mode) if upright.mode != "L" else upright.convert(mode)
+    return _converted(upright, mode)
 
 
-def _scaled(opened: Any, tags: Any) -> np.ndarray:
+def _converted(picture: Any, mode: str) -> Any:
+    return picture.convert("RGB").convert(mode) if picture.mode != "L" else picture.convert(mode)
+
+
+def _scaled(opened: Any, tags: Any, window: Window | None) -> np.ndarray:
     """Return the gray values of an image with more than 8 bits, scaled to 8 bits."""
-    low, high = _declared_range(opened)
     values = np.asarray(opened).astype(np.float64)
-    if opened.mode == "I" and high > 2**31:
+    if opened.mode == "I" and _is_unsigned_32(tags):
         values = np.where(values < 0, values + 2**32, values)  # Pillow stores unsigned 32-bit values as signed
     key = opened.info.get("transparency")
     transparent = values == key if isinstance(key, int) else np.zeros(values.shape, bool)
-    if not np.isfinite(values).all() or values.min() < low or values.max() > high:
-        raise _RangeError(f"it has values outside of its declared range from {low:g} to {high:g}")
-    scaled = (values - low) / (high - low)
+    if window is not None:
+        scaled = gray_values.apply_window(values, *window)
+    else:
+        scaled = gray_values.apply_range(values, *_declared_range(opened))
     if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:
         scaled = 1 - scaled
-    grey: np.ndarray = np.rint(np.where(transparent, 1.0, scaled) * 255).astype(np.uint8)
-    return grey
+    return gray_values.to_bytes(np.where(transparent, 1.0, scaled))
+
+
+def _is_unsigned_32(tags: Any) -> bool:
+    """Return whether a TIFF stores unsigned 32-bit integers."""
+    return int(np.ravel(tags.get(_BITS, 0))[0]) == 32 and int(np.ravel(tags.get(_FORMAT, _UNSIGNED))[0]) == _UNSIGNED
 
 
 def _undecodable(where: str, error: Exception) -> TaskError:
     """Return the error for an image that does not decode. Pillow's error text is not used: it may quote file bytes."""
     from PIL import Image, UnidentifiedImageError
 
+    remedy = "correct or drop the row"
     match error:
         case TaskError():
             return error
-        case _RangeError():
-            reason = str(error)
+        case ImageError():
+            reason, remedy = str(error), error.remedy
         case Image.DecompressionBombError():
             reason = f"it has more than {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels"
         case UnidentifiedImageError():
             reason = "its format is unknown"
         case _:
             reason = "it is damaged or cut off"
-    return TaskError(f"task.data: cannot decode the image in {where}: {reason}; correct or drop the row")
+    return TaskError(f"task.data: cannot decode the image in {where}: {reason}; {remedy}")

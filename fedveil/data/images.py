@@ -18,7 +18,7 @@ from fedveil.contract.task import Example, ExampleOrigin
 from fedveil.data import class_names, columnar_files, image_decoding, picture_paths, split_files, tables
 from fedveil.data.reading_notes import note
 from fedveil.data.row_values import describe_value
-from fedveil.data.split_files import IMAGE_SUFFIXES, is_made_by_system
+from fedveil.data.split_files import IMAGE_SUFFIXES, is_image_file, is_made_by_system
 from fedveil.data.tables import DatasetTable
 from fedveil.errors import TaskError
 
@@ -199,7 +199,7 @@ def scan_class_folders(folder: Path) -> ClassFolders:
     for name in names:
         for path in sorted((folder / name).rglob("*")):
             if path.is_file() and not any(map(is_made_by_system, path.relative_to(folder).parts)):
-                (images if path.suffix.lower() in IMAGE_SUFFIXES else unread).append(path)
+                (images if is_image_file(path) else unread).append(path)
     found = ClassFolders(tuple(names), tuple(images), tuple(unread))
     if not images:
         others, endings = found.describe_unread(), ", ".join(sorted(IMAGE_SUFFIXES))

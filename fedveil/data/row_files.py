@@ -1,4 +1,4 @@
-"""Text files of rows: JSON Lines, JSON, CSV, TSV and CoNLL, plain or gzipped. Values stay as written.
+"""Files of rows: JSON Lines, JSON, CSV, TSV and CoNLL, plain or gzipped, and Excel. Values stay as written.
 
 | question | answer |
 |---|---|
@@ -7,6 +7,7 @@
 | | byte means the same in similar code pages; otherwise the file is refused |
 | CSV separator | a first line "sep=;", else whichever of comma, semicolon, tab and bar splits all rows equally; |
 | | otherwise the file is refused |
+| Excel | see `excel_files` |
 | Label Studio export | rows with its data and a column for each kind of label; see `label_studio` |
 | size | at most MAX_INFLATED bytes from a compressed file, MAX_LINE in a line, and MAX_DOCUMENT in a JSON document |
 """
@@ -29,6 +30,7 @@ from typing import Any, final
 from fedveil.data import label_studio
 from fedveil.data.columnar_files import COLUMNAR_SUFFIXES
 from fedveil.data.conll_files import CONLL_SUFFIXES, describe_conll, parse_sentences
+from fedveil.data.excel_files import EXCEL_SUFFIX, HOW_EXCEL_IS_READ, iter_excel_rows
 from fedveil.data.row_values import as_text, describe_value
 from fedveil.errors import TaskError
 from fedveil.sanitize import sanitize
@@ -45,7 +47,7 @@ __all__ = [
 ]
 
 TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", *CONLL_SUFFIXES)
-SUFFIXES = (*TEXT_SUFFIXES, *(f"{suffix}.gz" for suffix in TEXT_SUFFIXES), *COLUMNAR_SUFFIXES)
+SUFFIXES = (*TEXT_SUFFIXES, *(f"{suffix}.gz" for suffix in TEXT_SUFFIXES), EXCEL_SUFFIX, *COLUMNAR_SUFFIXES)
 ENCODINGS = (
     "utf-8", "utf-16", "utf-16-le", "utf-16-be", "cp1250", "cp1251", "cp1252", "cp1253", "cp1254", "cp1257", "cp850",
     "latin-1", "iso8859-2", "iso8859-15", "mac-roman", "koi8-r", "gb18030", "shift-jis", "euc-kr",
@@ -77,27 +79,27 @@ def row_suffix(file: Path) -> str:
 
 def has_header(file: Path) -> bool:
     """Return whether the first line of a file names its columns."""
-    return row_suffix(file).removesuffix(".gz") in (".csv", ".tsv")
+    return row_suffix(file).removesuffix(".gz") in (".csv", ".tsv", EXCEL_SUFFIX)
 
 
 def describe_columns(file: Path, names: Sequence[str]) -> str:
-    """Return a file's column names for an error; for CSV, only their number, because the first line may be a row."""
+    """Return a file's column names for an error; for CSV and Excel, only their number: the first line may be a row."""
     if has_header(file):
-        return f"{len(names):,} other names in its first line, which a CSV file needs"
+        return f"{len(names):,} other names in its first line, which a CSV or Excel file needs"
     return sanitize(", ".join(names))
 
 
 @final
 class RowFile:
-    """The rows of a text file. Each iteration reads the file again.
+    """The rows of a text file or an Excel workbook. Each iteration reads the file again.
 
     Args:
-        file: a file whose name ends in one of TEXT_SUFFIXES, with or without .gz.
-        texts: JSON columns whose numbers, true and false stay as written; in CSV, all values stay as written.
+        file: a file whose name ends in .xlsx or in one of TEXT_SUFFIXES, with or without .gz.
+        texts: JSON columns whose numbers, true and false stay as written; in CSV and Excel, all values are text.
         most: detect the encoding from only this many bytes; 0 means all.
 
     Attributes:
-        bytes_read: the number of decompressed bytes that the current iteration has read.
+        bytes_read: the number of decompressed bytes that the current iteration has read; of the values' for Excel.
 
     Raises:
         TaskError: on creation or iteration, if the file cannot be read in the format that its extension indicates.
@@ -108,23 +110,36 @@ class RowFile:
         suffix = row_suffix(file)
         self._format = suffix.removesuffix(".gz")
         self.bytes_read = 0
+        self._encoding = self._separator = ""
+        if self._format == EXCEL_SUFFIX:
+            return
         status = file.stat()
         self._encoding = _detect_encoding(file, most, status.st_size, status.st_mtime_ns)
         self._separator = self._find_separator() if self._format in (".csv", ".tsv") else ""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        if self._format == EXCEL_SUFFIX:
+            return self._excel_rows()
         if self._format in CONLL_SUFFIXES:
             return parse_sentences(self._lines(), self._file)
         return self._csv_rows() if self._separator else self._json_rows()
 
     def describe(self) -> str:
         """Return how the file is read; "" for JSON in UTF-8."""
+        if self._format == EXCEL_SUFFIX:
+            return HOW_EXCEL_IS_READ
         encoding = "UTF-8" if self._encoding.startswith("utf-8") else self._encoding
         if self._separator:
             return f"read as {encoding}, columns separated by {_SEPARATORS[self._separator]}"
         if self._format in CONLL_SUFFIXES and (columns := describe_conll(self._lines())):
             return f"read as {encoding}, {columns}"
         return f"read as {encoding}" if encoding != "UTF-8" else ""
+
+    def _excel_rows(self) -> Iterator[dict[str, Any]]:
+        self.bytes_read = 0
+        for row in iter_excel_rows(self._file):
+            self.bytes_read += sum(len(text.encode(errors="replace")) for text in row.values())
+            yield row
 
     def _lines(self) -> Iterator[bytes]:
         """Yield the lines of the file, in UTF-8."""

@@ -2,7 +2,7 @@
 
 | in the data folder, for the split "train" | what is read |
 |---|---|
-| train.csv, Train.jsonl.gz, train.cp1252.csv | the file |
+| train.csv, Train.jsonl.gz, train.cp1252.csv, train.xlsx | the file |
 | train-00000-of-00002.parquet, ... | all shards, in order; refused if one is missing |
 | train-0.jsonl, train_1.jsonl, ... | all of them, in order |
 | train.parquet/part-*.parquet | all parts, as Spark writes them; refused while it still writes (_temporary) |
@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fedveil.data.columnar_files import COLUMNAR_SUFFIXES
+from fedveil.data.dicom_images import DICOM_START, is_dicom
 from fedveil.data.row_files import ENCODINGS, SUFFIXES, row_suffix
 from fedveil.errors import TaskError
 
@@ -39,6 +40,7 @@ __all__ = [
     "find_split_files",
     "find_split_folder",
     "has_split",
+    "is_image_file",
     "is_made_by_system",
     "split_files",
 ]
@@ -48,13 +50,17 @@ SPLIT_NAMES = {
     "test": ("test", "testing"),
     "validation": ("validation", "valid", "val", "dev"),
 }
-IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp", ".gif"})
+IMAGE_SUFFIXES = frozenset(
+    {".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp", ".gif", ".dcm", ".dicom", ".nii", ".nii.gz"}
+)
 MAX_FILES = 10_000
 _SYSTEM_NAMES = {"__macosx", "thumbs.db", "desktop.ini", "@eadir", "$recycle.bin", "system volume information"}
 _SAVED_NAMES = {"state.json", "dataset_info.json", "dataset_dict.json"}  # files that `datasets` writes next to the rows
-_SPREADSHEETS = (".xlsx", ".xls", ".xlsm", ".ods")
+_SPREADSHEETS = (".xls", ".xlsm", ".xlsb", ".ods")
 _TABULAR = {*SUFFIXES, ".arrow", ".feather", *_SPREADSHEETS}
 _SHARD = re.compile(r"[-_]?(\d{1,9})(?:-of-(\d{1,9}))?(?:-[0-9a-f]{16})?")
+_DICOM_NAME = re.compile(r"[^.]+|.*\.\d+")  # without a file extension, or a UID
+_DICOM_INDEX = "dicomdir"
 _MAX_STATE = 1 << 24  # bytes in a state.json, which names every file
 _MOST_NAMES = 8  # file names in a message
 
@@ -137,9 +143,20 @@ def names_of(split: str) -> tuple[str, ...]:
     return SPLIT_NAMES.get(split, (split.lower(),))
 
 
+def is_image_file(path: Path) -> bool:
+    """Return whether a file is an image: by its extension, or by its first bytes for DICOM without an extension."""
+    name = path.name.lower()
+    if name.endswith(tuple(IMAGE_SUFFIXES)):
+        return True
+    if not _DICOM_NAME.fullmatch(name) or name == _DICOM_INDEX or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return is_dicom(file.read(DICOM_START))
+
+
 def is_made_by_system(name: str) -> bool:
     """Return whether a file or folder is hidden or was created by an operating system or archive tool."""
-    return name.startswith(".") or name.lower() in _SYSTEM_NAMES
+    return name.startswith((".", "~$")) or name.lower() in _SYSTEM_NAMES
 
 
 def describe_layout(data: Path, split: str, files: Sequence[Path]) -> str:
@@ -263,7 +280,7 @@ def _files_in(folder: Path, of_split: bool, has_table: bool = False) -> tuple[Pa
     folders = [path for path in entries if path.is_dir()]
     if metadata := [file for file in files if _is_metadata(file)]:
         return _one_of(folder, metadata)
-    has_pictures = any(path.suffix.lower() in IMAGE_SUFFIXES for path in entries if path.is_file())
+    has_pictures = any(map(is_image_file, entries))
     if has_table and has_pictures:
         return ()
     if of_split and (has_pictures or folders):
@@ -344,5 +361,5 @@ def _spreadsheets(paths: Sequence[Path]) -> list[Path]:
 
 def _how_to_convert(paths: Sequence[Path]) -> str:
     if sheets := _spreadsheets(paths):
-        return f"save the table {sheets[0].name} as CSV (in Excel: Save As, CSV UTF-8), which is read"
+        return f"save the table {sheets[0].name} as .xlsx or as CSV (in Excel: Save As), which are read"
     return "convert it"

@@ -142,10 +142,10 @@ class ClipPrompt(AdaptedTask):
         conversions = []
         for example in examples:
             image = images.image_bytes(example, self.config.task.image_column)
-            conversions.append(image_conversions(image, example.where))
+            conversions.append(image_conversions(image, example.where, self.config.task.gray_window))
             digests.append(hashlib.sha256(image).digest())
             if digests[-1] not in self._points and digests[-1] not in waiting:
-                waiting[digests[-1]] = decode_image(image, example.where)
+                waiting[digests[-1]] = decode_image(image, example.where, window=self.config.task.gray_window)
             if len(waiting) == _AT_ONCE:
                 self._look(waiting)
         self._look(waiting)

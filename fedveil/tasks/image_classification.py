@@ -193,7 +193,8 @@ class ImageClassification(AdaptedTask):
                 labels.append(class_labels.read_labels(example, self._numbering, task))
             else:
                 labels.append(self._numbering.number(example))
-            conversions.append(image_conversions(images.image_bytes(example, column), example.where))
+            image = images.image_bytes(example, column)
+            conversions.append(image_conversions(image, example.where, task.gray_window))
         images.note_conversions(conversions)
         return ImageExamples(examples, labels, self._decoded)
 
@@ -291,7 +292,7 @@ class ImageClassification(AdaptedTask):
     def _pixels(self, image: bytes, where: str) -> Pixels:
         """Return an image in the model's input format."""
         config, processor = self.base.model.config, self.base.processor
-        picture = decode_image(image, where, self._mode)
+        picture = decode_image(image, where, self._mode, self.config.task.gray_window)
         if processor is not None:
             with library_logging.quiet_libraries():
                 pixels: Tensor = processor(images=[picture], return_tensors="pt")["pixel_values"][0]

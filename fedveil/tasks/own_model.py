@@ -63,10 +63,10 @@ INFO = TaskInfo(
     metrics=lambda task: own_module.score_directions(task.module),
 )
 _UNUSED = (  # keys for columns, and for features that FedVeil cannot apply to a network that it does not know
-    "task.source-column", "task.source-template", "task.target-column", "task.image-column", "task.choices-column",
-    "task.hint-column", "task.label-column", "task.label-pattern", "task.num-classes", "task.class-names",
-    "task.from-scratch", "task.partition", "train.quantized-base", "train.gradient-checkpointing", "train.compile",
-    "dp.unit-column",
+    "task.source-column", "task.source-template", "task.target-column", "task.image-column", "task.image-window",
+    "task.choices-column", "task.hint-column", "task.label-column", "task.label-pattern", "task.num-classes",
+    "task.class-names", "task.from-scratch", "task.partition", "train.quantized-base", "train.gradient-checkpointing",
+    "train.compile", "dp.unit-column",
 )  # fmt: skip
 
 log = getLogger("fedveil.task")

@@ -160,7 +160,8 @@ class VisionLanguage(causal_lm.CausalTask):
             ConfigError: a prompt leaves no room for an answer.
         """
         asked = [self._asked(example, _reading(examples, i)) for i, example in enumerate(examples)]
-        decoding.note_conversions([image_conversions(each.image(), each.where) for each in asked])
+        window = self.config.task.gray_window
+        decoding.note_conversions([image_conversions(each.image(), each.where, window) for each in asked])
         return [row for of_image in self._encoded(asked) for row in of_image]
 
     def _encoded(self, asked: Sequence[_Asked]) -> list[list[ImageTextExample]]:
@@ -344,7 +345,7 @@ class VisionLanguage(causal_lm.CausalTask):
         return text
 
     def _processed(self, asked: _Asked) -> dict[str, Tensor]:
-        image = decode_image(asked.image(), asked.where)
+        image = decode_image(asked.image(), asked.where, window=self.config.task.gray_window)
         with library_logging.quiet_libraries():
             return dict(self.base.processor(images=[image], text=[self._prompt_text(asked)], return_tensors="pt"))
 

@@ -85,6 +85,11 @@ def check_task_config(config: RunConfig, adapter: Adapter, info: TaskInfo) -> No
             "leave it out"
         )
     _check_columns(config.task, info)
+    if config.task.image_window and config.task.image_column not in info.columns(config.task):
+        raise ConfigError(
+            f'task.image-window: expected none with the task "{config.task.name}", which reads no images, found '
+            f'"{config.task.image_window}"; leave it out'
+        )
     _check_source(config.task, info)
     training_modes.check_compile(config)
     where, is_folder = loading.find_model(config.task.model, info.tiny())

@@ -168,6 +168,9 @@ def _class_names(data: Path, split: str, task: TaskConfig) -> str:
 
 def _conversions(examples: Iterable[Example], task: TaskConfig) -> str:
     """Return how many of the images are converted, and how. Raises TaskError for an image without a readable header."""
-    converted = [image_conversions(images.image_bytes(each, task.image_column), each.where) for each in examples]
+    converted = [
+        image_conversions(images.image_bytes(each, task.image_column), each.where, task.gray_window)
+        for each in examples
+    ]
     said = describe_conversions(converted)
     return f"; {sum(map(bool, converted)):,} of the first {len(converted):,} images are converted: {said}" * bool(said)

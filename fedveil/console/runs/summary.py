@@ -19,8 +19,8 @@ BASELINE = "fedavg"
 # comparable by loss.
 _SCORED_BY = (
     "task.name", "task.evaluation", "task.source-column", "task.source-template", "task.target-column",
-    "task.image-column", "task.choices-column", "task.hint-column", "task.class-names", "task.max-tokens",
-    "task.chat-template", "evaluate.eval-examples", "evaluate.max-new-tokens", "evaluate.num-beams",
+    "task.image-column", "task.image-window", "task.choices-column", "task.hint-column", "task.class-names",
+    "task.max-tokens", "task.chat-template", "evaluate.eval-examples", "evaluate.max-new-tokens", "evaluate.num-beams",
 )  # fmt: skip
 
 

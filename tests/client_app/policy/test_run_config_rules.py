@@ -41,6 +41,7 @@ OTHERS = {"secure.ring-bits": 64, "secure.graph-degree": 2, "secure.noise": "sum
     "method.name": "fedrand", "method.params": "", "task.partition": "natural",
     "task.buffers": "initial", "task.source-template": "{a}", "task.empty-texts": "drop", "task.max-tokens": 64,
     "task.tag-scheme": "iob1",
+    "task.image-window": "-1000,400",
     "train.precision": "bf16",
     "train.optimizer": "adamw-8bit", "train.lr-schedule": "linear", "train.loss-mask": "all",
     "train.quantized-base": "8bit", "evaluate.generate": "never", "evaluate.select-model": "best",

@@ -151,7 +151,7 @@ def faulty(name: str, folder: Path) -> None:
             Dataset.from_list(ROWS).save_to_disk(folder, num_shards=2)
             (folder / "data-00001-of-00002.arrow").unlink()
         case "a spreadsheet":
-            (folder / "Train.xlsx").write_bytes(b"PK")
+            (folder / "Train.xls").write_bytes(b"PK")
 
 
 FAULTS = {
@@ -167,7 +167,7 @@ FAULTS = {
     "a file outside": "expected names of .arrow files in the same folder",
     "no state": "expected the list of files that save_to_disk writes",
     "a lost file": "expected all files that .* names",
-    "a spreadsheet": r"found Train\.xlsx; save the table Train\.xlsx as CSV",
+    "a spreadsheet": r"found Train\.xls; save the table Train\.xls as \.xlsx or as CSV",
 }
 
 
@@ -345,8 +345,8 @@ def test_a_text_that_is_not_utf_8_is_refused_without_its_bytes(tmp_path):
 def test_tables_beside_the_files_of_a_split_are_said_to_be_unread(tmp_path):
     (tmp_path / "train").mkdir()
     csv(tmp_path / "train" / "a.csv", ROWS)
-    for name in ("b.xlsx", "_c.csv", "notes.txt", ".d.csv"):
+    for name in ("b.xls", "_c.csv", "~$a.xlsx", "notes.txt", ".d.csv"):
         (tmp_path / "train" / name).write_text("x")
     files = split_files.find_split_files(tmp_path, "train")
     assert [file.name for file in files] == ["a.csv"]
-    assert split_files.describe_unread(tmp_path, "train", files) == "not read: train/_c.csv, train/b.xlsx"
+    assert split_files.describe_unread(tmp_path, "train", files) == "not read: train/_c.csv, train/b.xls"

@@ -26,9 +26,11 @@ from fedveil.console.doctor import data_checks
 from fedveil.contract.task import DatasetShard
 from fedveil.data.row_values import describe_value
 from fedveil.errors import TaskError
+from tests.fedveil.data import test_excel_files, test_nifti_images
+from tests.fedveil.data.test_dicom_images import MARK, REFUSED, dicom
 from tests.fedveil.data.test_image_decoding import with_significant_bits
 
-MARK = "Quendolin"  # the patient: in every column, in names of image files and inside of images
+# MARK is the patient: in every column, in names of image files and inside of images.
 OTHER = {"note": f"{MARK} has diabetes", "born": f"{MARK} 1931"}
 ROOT = Path(data_package.__file__).parent.parent
 
@@ -69,7 +71,7 @@ WITHOUT_ROWS = {
     "or one set of shards, found", "expected each shard once", "shards in ", "expected a finished data set",
     "expected files in ", "expected files of one format", "expected one file of rows beside", "files of the split",
     "expected the list of files", "expected names of .arrow files", "expected all files that", "expected one folder of",
-    "expected one place with the pictures",
+    "expected one place with the pictures", "bytes unpacked from", "Excel files need the package",
     "task.data::",  # another error, under another key
 }  # fmt: skip
 
@@ -144,6 +146,18 @@ def shards(*tables: dict[str, object]) -> Callable[[Path], None]:
 
 def pairs() -> pyarrow.Array:
     return pyarrow.array([[(MARK, MARK)]], pyarrow.map_(pyarrow.string(), pyarrow.string()))
+
+
+def scans(content: bytes, name: str = "1.dcm") -> Callable[[Path], None]:
+    """One good DICOM file and one file with a fault, in class folders."""
+
+    def write(folder: Path) -> None:
+        for split in ("train", "test"):
+            for path, data in (("a/1.dcm", dicom()), (f"b/{name}", content)):
+                (folder / split / path).parent.mkdir(parents=True)
+                (folder / split / path).write_bytes(data)
+
+    return write
 
 
 def described(about: bytes) -> Callable[[Path], None]:
@@ -306,6 +320,12 @@ CASES: dict[str, tuple[dict[str, object], Callable[[Path], None]]] = {
     "answer": (CHOICE, seen(1, question=MARK, choices=["a", MARK], answer=MARK, hint=MARK)),
     "hint": (CHOICE, seen(1, question=MARK, choices=["a", MARK], answer=1, hint=[MARK])),
     "long prompt": (CHOICE, seen(1, question=MARK * 90, choices=["a", MARK], answer=1, hint=MARK)),
+    **{f"DICOM: {name}": (CLASS | {"task.class-names": "a,b,c"}, scans(data)) for name, (data, _) in REFUSED.items()},
+    **{
+        f"NIfTI: {name}": (CLASS | {"task.class-names": "a,b,c"}, scans(data, "1.nii"))
+        for name, (data, _) in test_nifti_images.REFUSED.items()
+    },
+    **{f"Excel: {name}": (TEXT, raw(data, "xlsx")) for name, (data, _) in test_excel_files.REFUSED.items()},
 }
 
 
