@@ -528,6 +528,12 @@ class CohortConfig(ConfigSection):
     max_norm_ratio: float = Field(
         0.0, ge=0, description="refuse uploads above this multiple of the round's median norm; 0 = off"
     )
+    buffer_size: int = Field(
+        0, ge=0, le=10_000, description="uploads per server step without waiting for other sites; 0 = rounds (FedBuff)"
+    )
+    max_staleness: int = Field(
+        10, ge=0, le=1000, description="buffer-size: discard uploads trained on a state more server steps old than this"
+    )
 
 
 class AggregateConfig(ConfigSection):

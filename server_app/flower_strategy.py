@@ -161,6 +161,11 @@ class MethodStrategy(Strategy):
             raise ConfigError(
                 "secure.enabled: expected false if the caller runs the rounds, found true; call start() instead"
             )
+        if self.cohort.buffer_size:
+            raise ConfigError(
+                "cohort.buffer-size: expected 0 if the caller runs the rounds, each of which waits for its sites, "
+                f"found {self.cohort.buffer_size}; call start() instead"
+            )
         if not self._initialised:
             self._initialise(arrays)
         nodes = connected_sites.wait_for(grid, self.cohort.min_sites, self.cohort.wait_seconds)

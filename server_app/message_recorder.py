@@ -25,11 +25,14 @@ class RunMessageRecorder:
         folder: the run folder, or None to record nothing.
         capture: stores whole messages, or None to store none.
         cohort: all sites of the attempt, for progress.json.
+        step: with cohort.buffer-size, the round whose server step takes the uploads, which the records of replies then
+            name along with the staleness of each; None otherwise.
     """
 
     folder: RunFolder | None
     capture: MessageCapture | None
     cohort: Sequence[str]
+    step: int | None = None
 
     @property
     def with_data(self) -> bool:
@@ -70,7 +73,8 @@ class RunMessageRecorder:
     ) -> str:
         if self.folder is None:
             return ""
-        self.folder.disclosed(disclosed, ctx, self.cohort, direction)
+        step = self.step if direction == "up" else None
+        self.folder.disclosed(disclosed, ctx, self.cohort, direction, step)
         fields = [[name, size] for name, _, _, size in disclosed["fields"]]
         about = {"bytes": disclosed["bytes"], "variant": disclosed["variant"], "fields": fields, **more}
         about |= {"figures": disclosed["figures"]} if disclosed["figures"] else {}
@@ -78,6 +82,8 @@ class RunMessageRecorder:
 
     def _audit(self, ctx: RoundContext, event: str, about: Mapping[str, Any]) -> str:
         where = {"round": ctx.round, "attempt": ctx.address.attempt, "site": ctx.client}
+        if self.step is not None and event != "sent":
+            where |= {"step": self.step, "staleness": self.step - ctx.round}
         return self.folder.audit(event, where | dict(about)) if self.folder else ""
 
     def _store(self, ctx: RoundContext, data: Buffer, direction: Direction, accepted: bool | None = None) -> None:

@@ -204,6 +204,15 @@ class Reception:
         self._incomplete.clear()
         return sites
 
+    def close_request(self, site: str) -> None:
+        """Stop waiting for one site; anything it still sends is dropped."""
+        self._not_taken = [lost for lost in self._not_taken if lost.site != site]
+        for message_id in [id_ for id_, request in self._open.items() if request.site == site]:
+            del self._open[message_id]
+            self._closed.append(message_id)
+            if (reply := self._incomplete.pop(message_id, None)) is not None:
+                self._source.discard_message(reply.head)
+
     def close(self) -> None:
         """Remove late replies from the SuperLink's disk. Replies that arrive even later are removed with the run."""
         self.close_requests()

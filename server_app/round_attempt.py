@@ -49,7 +49,7 @@ from fedveil.server_app.round_record import RoundRecord
 from fedveil.server_app.run_settings import RunSettings
 from fedveil.wire import chunking, envelope
 
-_POLL_SECONDS = 0.25
+POLL_SECONDS = 0.25
 _GRACE_SECONDS = 60.0  # a message outlives its round, so that the round, not Flower, reports late sites
 REASON_CHARACTERS = 300
 _FEWEST_FOR_A_MEDIAN = 3
@@ -173,8 +173,13 @@ class RoundAttempt:
     undecided: dict[str, _JudgedUpload] = field(default_factory=dict)
     tally: AttemptTally = field(default_factory=AttemptTally)
 
+    @property
+    def asked(self) -> Sequence[RoundContext]:
+        """Return the contexts of the sites that the attempt sends a message to."""
+        return self.contexts
+
     def build_messages(self, nodes: Mapping[str, int], deadline: float, config: ConfigRecord) -> list[Message]:
-        """Return one message per context. Equal messages share one array object, which Flower uploads once."""
+        """Return one message for each of `asked`. Equal messages share one array object, which Flower uploads once."""
         ttl = deadline + _GRACE_SECONDS
         messages, shared = [], DeduplicatedSlices()
         if (limit := chunking.MAX_REPLY_SLICES * chunking.SLICE_BYTES) < self.largest_upload:
@@ -186,7 +191,7 @@ class RoundAttempt:
                 f"{self.largest_upload:,}",
                 f"{limit:,}",
             )
-        for ctx in self.contexts:
+        for ctx in self.asked:
             message = self.exchange.packed(self.server, ctx)
             self.tally.download_bytes += message.disclosed["bytes"]
             anchor = self.recorder.record_sent(ctx, message.disclosed, message.parts)
@@ -261,7 +266,7 @@ class RoundAttempt:
                     self._fail(pending[site], f"no reply within {deadline:g} s")
                 return
             if not answered:
-                time.sleep(_POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
 
     def iter_given_uploads(self, replies: Iterable[Message], nodes: Mapping[str, int]) -> Iterator[AcceptedUpload]:
         """Yield the accepted uploads from replies that a caller's own loop has collected."""

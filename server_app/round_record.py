@@ -13,7 +13,9 @@ class RoundRecord:
     """One finished attempt at a round.
 
     Attributes:
-        failed: reason by site, for every site in the cohort whose upload is not in the sums.
+        cohort: the sites drawn; with cohort.buffer-size, those asked in this step and those whose request ended in it.
+        failed: reason by site, for every site in the cohort whose upload is not in the sums; with cohort.buffer-size,
+            not for those that are still training.
         upload_bytes, download_bytes: sizes of whole messages, including refused uploads, because they were sent.
         unlisted: for each site, bytes and messages up and down that disclosure.jsonl does not list: refused
             uploads, and keys and shares for secure aggregation. Older versions wrote only the bytes.
@@ -23,6 +25,8 @@ class RoundRecord:
         unsigned: accepted sites that did not sign their upload; only the SuperLink vouches for these senders.
         unseen: for secure aggregation: the sites in the sum, the share holders and the threshold, the holders that
             revealed no shares and why, and the reason if there is no sum; {} if uploads are not masked.
+        staleness: with cohort.buffer-size, the number of server steps between the state that each accepted site trained
+            from and the one that its upload was added to; {} otherwise.
         weights: digest of the model weights after the round.
     """
 
@@ -39,6 +43,7 @@ class RoundRecord:
     left_out: list[str] = field(default_factory=list)
     unsigned: list[str] = field(default_factory=list)
     unseen: dict[str, Any] = field(default_factory=dict)
+    staleness: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     weights: str = ""
     scores: dict[str, dict[str, float]] = field(default_factory=dict)

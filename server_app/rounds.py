@@ -3,6 +3,9 @@
 A round draws a cohort and adds up the uploads. It counts only with a quorum; otherwise it is retried with a new
 cohort. The state changes completely or not at all, and every change is followed by a checkpoint to resume from.
 
+With `cohort.buffer-size`, a round is one server step, and sites go on training while it is taken
+(buffered_attempt.py). A checkpoint then holds no uploads: each one is either in the state, or lost by a restart.
+
 An attempt at a round returns an `AttemptResult` (round_attempt.py). Only this loop records it: in the state, the
 history, the run folder and its metrics.
 """
@@ -33,10 +36,12 @@ from fedveil.errors import ConfigError, QuorumError
 from fedveil.federation import aggregation_rules
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.secagg.plan import config_digest
+from fedveil.federation.update_buffer import BufferedExchange, SitesInFlight
 from fedveil.ops.server_optimizer import ServerOptimizer
 from fedveil.privacy.guarantee_source import guarantee_of
 from fedveil.records.tensor_state import state_digest
 from fedveil.server_app import connected_sites, run_fingerprint
+from fedveil.server_app.buffered_attempt import BufferedAttempt
 from fedveil.server_app.completion import BestRoundTracker
 from fedveil.server_app.evaluation import Scores
 from fedveil.server_app.known_sites import KnownSitesStore
@@ -92,6 +97,11 @@ class RoundLoop:
         self._lost = 0  # number of consecutive lost rounds
         self._last: dict[str, str] = {}  # by site: the client round of its last upload in the state
         self._secret = rng.derive_secret("server", settings.seed, settings.deterministic)
+        cohort = settings.cohort
+        self._flight = SitesInFlight(cohort.max_staleness) if cohort.buffer_size else None
+        self._expires: dict[str, float] = {}  # by site in flight: when its request ends
+        self._reception: Reception | None = None  # with a buffer, one for all attempts
+        self._attempt = (0, 0)  # round and number, for audit lines about dropped messages
 
     def initialise(self, weights: Mapping[str, Tensor]) -> None:
         """Create the state before round 0."""
@@ -125,6 +135,9 @@ class RoundLoop:
         self._server, round_ = server, int(loop["round"]) + 1
         self.course.resume(loop)
         self._park()
+        if lost := loop.get("in_flight"):
+            self.folder.notes["in-flight"] = lost
+            log(WARNING, "the restart lost what these sites were training, by round from 0: %s", lost)
         if self._unseen and self._known:
             self._known.load(self._unseen.coordinator)
         self.folder.resume(round_, changes)
@@ -178,14 +191,15 @@ class RoundLoop:
             started = time.monotonic()
             reception = self.open_reception(grid, round_, number)
             attempt, messages = self.open_attempt(grid, round_, number, deadline, config, reception)
-            sites = [ctx.client for ctx in attempt.contexts]
+            sites = [ctx.client for ctx in attempt.asked]
             reception.ask(dict(zip(sites, messages, strict=True)), attempt.largest_upload)
             del messages
             # The result goes directly into the record, so its state is not in memory during the next attempt.
             result = attempt.run(attempt.iter_uploads(reception, deadline))
             is_over = self._conclude(result, started)
             del result
-            reception.close()
+            if self._flight is None:
+                reception.close()
             before = self.history[-1]
             if is_over:
                 return before
@@ -258,13 +272,21 @@ class RoundLoop:
             )
 
     def open_reception(self, grid: Grid, round_: int, number: int) -> Reception:
-        """Return the reception for one attempt, before any site is asked."""
+        """Return the reception for one attempt, before any site is asked; with a buffer, the run's only one."""
+        self._attempt = round_, number
+        if self._reception is not None:
+            return self._reception
 
         def note_dropped(about: Mapping[str, Any]) -> None:
             if self.folder:
-                self.folder.audit("dropped", {"round": round_, "attempt": number, **about})
+                at = dict(zip(("round", "attempt"), self._attempt, strict=True))
+                self.folder.audit("dropped", {**at, **about})
 
-        return Reception.from_grid(grid, self.folder.folder if self.folder else None, note_dropped, self._signer)
+        folder = self.folder.folder if self.folder else None
+        reception = Reception.from_grid(grid, folder, note_dropped, self._signer)
+        if self._flight is not None:
+            self._reception = reception
+        return reception
 
     def open_attempt(
         self,
@@ -307,6 +329,8 @@ class RoundLoop:
             except QuorumError as error:
                 tally.failed |= dict.fromkeys(chosen, str(error))
                 chosen = []
+        if self._flight is not None:
+            chosen = [site for site in nodes if site not in self._flight.contexts]
         server_ctx = RoundContext(round_, "", False, self._secret, settings.deterministic)
         if secagg:
             server_ctx = replace(server_ctx, entries=secagg.plan_entries(chosen, server_ctx))
@@ -317,16 +341,34 @@ class RoundLoop:
             )
             for site in chosen
         ]  # fmt: skip
-        attempt = RoundAttempt(
-            self._begun, self.server, settings, address, round_, contexts,
-            RunMessageRecorder(self.folder, self._capture, chosen), self.folder.folder if self.folder else None,
-            self._last, tally=tally,
-        )  # fmt: skip
+        if self._flight is not None:
+            attempt: RoundAttempt = self._buffered_attempt(self._flight, address, round_, contexts)
+        else:
+            attempt = RoundAttempt(
+                self._begun, self.server, settings, address, round_, contexts,
+                RunMessageRecorder(self.folder, self._capture, chosen), self.folder.folder if self.folder else None,
+                self._last, tally=tally,
+            )  # fmt: skip
         if secagg and requests:
             attempt = secagg.mask(attempt, requests, server_ctx, self._pending)
         messages = attempt.build_messages(nodes, deadline, config)
         mmap_tensors.evict(self.server.tensors)
         return attempt, messages
+
+    def _buffered_attempt(
+        self, flight: SitesInFlight, address: MessageAddress, round_: int, asked: list[RoundContext]
+    ) -> BufferedAttempt:
+        """Return an attempt at a server step that asks these sites, besides those that are still training."""
+        flight.begin(round_, self.server)
+        for ctx in asked:
+            flight.ask(ctx)
+        exchange = BufferedExchange.from_exchange(self._begun, round_, flight.states)
+        recorder = RunMessageRecorder(self.folder, self._capture, sorted(flight.contexts), step=round_)
+        return BufferedAttempt(
+            exchange, self.server, self.settings, address, round_, list(flight.contexts.values()), recorder,
+            self.folder.folder if self.folder else None, self._last, flight=flight, expires=self._expires,
+            newly_asked=asked,
+        )  # fmt: skip
 
     def record_attempt(self, result: AttemptResult, started: float) -> bool:
         """Record an attempt. With a quorum, its state becomes the server's state. Return whether the round counts."""
@@ -352,18 +394,27 @@ class RoundLoop:
     def _checkpoint(self, round_: int) -> None:
         """Store the start of the next round on disk, if there is a folder."""
         if self.folder:
+            in_flight = {"in_flight": self._flight.rounds} if self._flight is not None else {}
             loop = {"participated": sorted(self._participated), "turns": self._last, "secret": self._secret.hex()}
             about = {"round": round_, "terms": self._terms, **self.course.saved()}
-            self.folder.checkpoint(self.server, about | loop)
+            self.folder.checkpoint(self.server, about | loop | in_flight)
             self.course.keep()
             self._park()
 
     def end(self, rounds: int) -> None:
         """Set the run's final state, and score it unless a round's scores are already the final ones.
 
+        With a buffer, the requests of the sites that are still training end.
+
         Raises:
             StateError: the best round's state cannot be read.
         """
+        if self._reception is not None and self._flight is not None:
+            if self.folder and self._flight.contexts:
+                self.folder.audit("unanswered", {"sites": self._flight.rounds})
+            self._reception.close()
+            self._reception = None
+            self._flight.contexts.clear()
         if (best := self.course.replaced()) is not None:
             self._server = best
             self._park()

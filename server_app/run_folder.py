@@ -128,7 +128,8 @@ class RunFolder:
         """
         self.underway.deadline_seconds = config.cohort.deadline_seconds
         self.underway.unseen = config.secure.enabled
-        self.underway.quorum = max(config.cohort.min_sites, config.secure.enabled * config.secure.min_sites)
+        least = config.cohort.buffer_size or config.cohort.min_sites
+        self.underway.quorum = max(least, config.secure.enabled * config.secure.min_sites)
         if self.resumed:
             return
         content = {
@@ -186,10 +187,19 @@ class RunFolder:
         return any(row["round"] == round_ for row in checkpoints.read_lines(self.folder / "metrics.jsonl"))
 
     def disclosed(
-        self, disclosed: Mapping[str, Any], ctx: RoundContext, cohort: Sequence[str], direction: Direction
+        self,
+        disclosed: Mapping[str, Any],
+        ctx: RoundContext,
+        cohort: Sequence[str],
+        direction: Direction,
+        step: int | None = None,
     ) -> None:
-        """Append one message's disclosures, in the format of `fedveil.wire.envelope.describe_message`."""
+        """Append one message's disclosures, in the format of `fedveil.wire.envelope.describe_message`.
+
+        `step` is the round whose server step takes an upload, if that can be a later one.
+        """
         where = {"round": ctx.round, "attempt": ctx.address.attempt, "site": ctx.client}
+        where |= {"step": step} if step is not None else {}
         self._disclosures.append(where, direction, disclosed)
         if direction == "down":
             self.underway.asked(ctx.round, ctx.address.attempt, list(cohort), ctx.client, disclosed["bytes"])

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fedveil.config import AggregateConfig, CohortConfig, RunConfig, SecureConfig, ServerConfig
+from fedveil.errors import ConfigError
 from fedveil.federation import aggregation_rules
 from fedveil.federation.exchange import MessageExchange
 from fedveil.server_app.evaluation import ModelSelection
@@ -46,16 +47,23 @@ class RunSettings:
 
     @property
     def quorum(self) -> int:
-        """Return the number of accepted uploads that a round needs."""
-        least = self.cohort.min_sites
+        """Return the number of accepted uploads that a round needs; with cohort.buffer-size, also that it takes."""
+        least = self.cohort.buffer_size or self.cohort.min_sites
         return max(least, self.secure.min_sites) if self.secure.enabled else least
 
     def check(self, exchange: MessageExchange) -> None:
-        """Raise ConfigError for an aggregation rule that the method or the cohort does not allow."""
+        """Raise ConfigError for an aggregation rule or a buffer that the method or the cohort does not allow."""
         aggregation_rules.check_rule(exchange, self.aggregate)
         aggregation_rules.check_server_optimizer(exchange)
         aggregation_rules.check_cohort(self.secure, self.aggregate, self.cohort)
         aggregation_rules.check_entries(exchange.method, self.secure, self.cohort)
+        aggregation_rules.check_buffer(exchange, self.cohort, self.aggregate)
+        if self.cohort.buffer_size and self.deterministic:
+            raise ConfigError(
+                "run.deterministic: expected false with cohort.buffer-size on a server, where the order in which "
+                "uploads arrive decides the result, found true; set it to false, or run in one process "
+                "(fedveil.local), where a simulated clock decides"
+            )
 
     @classmethod
     def from_config(cls, config: RunConfig, name: str, choice: ModelSelection | None = None) -> RunSettings:

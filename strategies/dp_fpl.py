@@ -174,6 +174,11 @@ class DPFPL(Method, PrivacyGuarantee):
             raise ConfigError(f'mode: expected an epsilon, exchange = "batch" and clipped = "prompt", found {problem}')
 
     @property
+    def stale_upload_conflict(self) -> str:
+        """Return the reason: a mean of another number of uploads, or of scaled ones, has other noise."""
+        return "calibrates the noise on its mean to the uploads of one round"
+
+    @property
     def upload_kind(self) -> Sends:
         """Return "gradients" for uploads of D_G, or "changes" for uploads of a change of p_G."""
         return "gradients" if self.exchange == "batch" else "changes"

@@ -97,6 +97,11 @@ class FedExLoRA(WeightAveragingMethod):
         return "would move the factors apart from the residual that completes their mean"
 
     @property
+    def stale_upload_conflict(self) -> str:
+        """Return the reason: the residual completes the mean of one round's factors."""
+        return "completes the mean of one round's factors in the base"
+
+    @property
     def sends_same_broadcast(self) -> bool:
         """Return False: a site that already has the residual gets only its last change."""
         return False

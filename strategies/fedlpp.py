@@ -85,6 +85,11 @@ class FedLPP(Method):
         """Return "changes": clients send a change of the proxy."""
         return "changes"
 
+    @property
+    def stale_upload_conflict(self) -> str:
+        """Return "": an upload is a change."""
+        return ""
+
     def __post_init__(self) -> None:
         BlockQuantizer(self.quantiser, self.bits, self.block)
         if not (self.server_rate > 0 and isfinite(self.server_rate)):

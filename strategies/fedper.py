@@ -110,6 +110,11 @@ class FedPer(Method):
         return True
 
     @property
+    def stale_upload_conflict(self) -> str:
+        """Return the reason: Eq. 1 is the mean of all sites' lower layers in round 0."""
+        return "shares its lower layers in round 0 only"
+
+    @property
     def sends_same_broadcast(self) -> bool:
         """Return False: only newcomers get the lower layers."""
         return False

@@ -122,6 +122,11 @@ class FedQSN(Method):
         return "changes"
 
     @property
+    def stale_upload_conflict(self) -> str:
+        """Return the reason if an upload is trained weights: those of the proxy are not the server's."""
+        return "" if self._sends_change else "sends trained weights of a proxy instead of their change"
+
+    @property
     def aggregate_divisor(self) -> float:
         """Return `scale`, for the masked columns."""
         return self.scale

@@ -128,6 +128,11 @@ class FedSP(Method):
         return self.proxy == "shared"
 
     @property
+    def stale_upload_conflict(self) -> str:
+        """Return "": an upload is the prefix, and a shared proxy, moved by training."""
+        return ""
+
+    @property
     def keeps_private_state(self) -> bool:
         """Return whether the proxy stays at the site."""
         return self.proxy != "shared"

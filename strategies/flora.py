@@ -101,6 +101,11 @@ class FLoRA(HeterogeneousRankMethod):
         return "would move the base apart from the products that the sites have added to it"
 
     @property
+    def stale_upload_conflict(self) -> str:
+        """Return the reason: each round has new factors."""
+        return "adds the products of one round's factors to the base, and draws new factors"
+
+    @property
     def sends_same_broadcast(self) -> bool:
         """Return False: a site that already has the residual gets only its last change."""
         return False

@@ -122,6 +122,11 @@ class HetLoRA(HeterogeneousRankMethod):
         """Return False: secure aggregation refuses ranks that fall, and plans all other ranks."""
         return False
 
+    @property
+    def stale_upload_conflict(self) -> str:
+        """Return the reason: the padding is no change that training made."""
+        return "pads uploads with zeros up to the largest rank in a round"
+
     def check_entries(self, sites: int, drawn: int, fewest: int) -> None:
         """Raise ConfigError if ranks can fall, or if too few sites have the largest rank."""
         self._require_fixed_ranks()

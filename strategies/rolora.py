@@ -76,6 +76,11 @@ class RoLoRA(LoraAveragingMethod):
     wire_dtype: WireDtype = "float32"
     upload_bits: int = 0
 
+    @property
+    def stale_upload_conflict(self) -> str:
+        """Return the reason: the next step takes only the other factor."""
+        return "trains one factor in even rounds and the other in odd ones, so that a late upload has the wrong factor"
+
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:

@@ -86,6 +86,11 @@ class Scaffold(WeightAveragingMethod):
     wire_dtype: WireDtype = "float32"
 
     @property
+    def stale_upload_conflict(self) -> str:
+        """Return the reason: c and the sites' c_i belong to one round."""
+        return "adds changes of control variates, which belong to one round of a cohort"
+
+    @property
     def requests_raw_gradient(self) -> bool:
         """Return True: clients also compute g_i(x)."""
         return True

@@ -87,6 +87,11 @@ class SharedPromptMethod(Method):
         return UploadQuantization(self.wire_dtype, self.upload_bits)
 
     @property
+    def stale_upload_conflict(self) -> str:
+        """Return "": an upload is the shared prompt, moved by training."""
+        return ""
+
+    @property
     def keeps_private_state(self) -> bool:
         """Return True: the private parts stay at the site."""
         return True

@@ -171,6 +171,16 @@ class Method(ABC):
         return ""
 
     @property
+    def stale_upload_conflict(self) -> str:
+        """Return why `cohort.buffer-size` cannot add an upload for an earlier server state; "" if it can.
+
+        It can if each contribution of kind "weights" is a trained tensor of the server's state under that tensor's
+        name, or each contribution is a gradient or a change, and if `server_update` takes uploads of different rounds.
+        The text completes "found METHOD, which ...".
+        """
+        return "does not say what an upload for an earlier server state adds (stale_upload_conflict)"
+
+    @property
     def requests_raw_gradient(self) -> bool:
         """Return whether clients ask for a batch's raw gradient, which no accountant covers."""
         return self.upload_kind == "gradients"

@@ -79,6 +79,45 @@ def check_server_optimizer(exchange: MessageExchange) -> None:
         )
 
 
+def check_buffer(exchange: MessageExchange, cohort: CohortConfig, aggregate: AggregateConfig, sites: int = 0) -> None:
+    """Raise ConfigError if server steps cannot be taken from a buffer of uploads (`cohort.buffer-size`).
+
+    Args:
+        sites: number of sites in the federation; 0 means cohort.sites, if it is set in the run config.
+    """
+    size, plain = cohort.buffer_size, CohortConfig()
+    if not size:
+        if cohort.max_staleness != plain.max_staleness:
+            raise ConfigError(
+                f"cohort.max-staleness: expected {plain.max_staleness} with cohort.buffer-size = 0, which does not use "
+                f"it, found {cohort.max_staleness}; leave it out, or set cohort.buffer-size"
+            )
+        return
+    if why := exchange.method.stale_upload_conflict:
+        raise ConfigError(
+            f"cohort.buffer-size: expected 0 with {exchange.name}, found a method that {why}; set it to 0 or choose "
+            "another method"
+        )
+    asked: tuple[tuple[str, object, object, str], ...] = (
+        ("cohort.fraction", cohort.fraction, 1.0, "every site that is not training is asked"),
+        ("cohort.max-norm-ratio", cohort.max_norm_ratio, 0.0, "uploads for different states have no common median"),
+    )
+    for key, value, expected, reason in asked:
+        if value != expected:
+            raise ConfigError(f"{key}: expected {expected!r} with cohort.buffer-size ({reason}), found {value!r}")
+    if size < cohort.min_sites:
+        raise ConfigError(
+            f"cohort.buffer-size: expected at least cohort.min-sites, {cohort.min_sites}, found {size}; raise it, or "
+            "lower cohort.min-sites"
+        )
+    if (sites := sites or cohort.sites) and size > sites:
+        raise ConfigError(
+            f"cohort.buffer-size: expected at most the number of sites, {sites}, because a step takes one upload per "
+            f"site, found {size}; lower it"
+        )
+    check_count(aggregate, "cohort.buffer-size", size)
+
+
 def check_cohort(secure: SecureConfig, aggregate: AggregateConfig, cohort: CohortConfig) -> None:
     """Raise ConfigError for settings that no method can use with this cohort or with masked uploads."""
     check_secure(secure, aggregate, cohort)
@@ -94,6 +133,7 @@ def check_secure(secure: SecureConfig, aggregate: AggregateConfig, cohort: Cohor
     asked: tuple[tuple[str, object, object, str], ...] = (
         ("aggregate.rule", aggregate.rule, "mean", "other rules compare single uploads"),
         ("cohort.max-norm-ratio", cohort.max_norm_ratio, 0.0, "norms of single uploads are not known"),
+        ("cohort.buffer-size", cohort.buffer_size, 0, "a sum needs one cohort whose sites all got the same state"),
     )
     for key, value, expected, why in asked:
         if value != expected:

@@ -3,10 +3,14 @@
 It is for tests, research and benchmarks. Every message is encoded and decoded as over the wire. With
 `run.deterministic = true`, the final global weights are bit-identical to those of the same run over gRPC, if both have
 the same bound on a site's weight (`max_weight_fraction`).
+
+With `cohort.buffer-size`, a simulated clock decides the order of uploads: each client round of a site takes
+`site_seconds`. Uploads that arrive at the same time are added in the order of `sites`, so the run is deterministic.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -26,6 +30,7 @@ from fedveil.federation.secagg import entry_plan
 from fedveil.federation.secagg.in_process import InProcessSecureSums, secagg_config_of
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
 from fedveil.federation.secagg.plan_checks import SiteRequirements
+from fedveil.federation.update_buffer import BufferedExchange, SitesInFlight, describe_discard
 from fedveil.ops.krum import MultiKrumAggregator
 from fedveil.ops.server_optimizer import ServerOptimizer
 from fedveil.privacy.dp_sgd import DpSgdConfig, NoisyTrainer
@@ -38,7 +43,8 @@ __all__ = ["InProcessFederation", "OnMessage", "OnRound", "TrainerFor"]
 
 OnRound = Callable[["InProcessFederation", int], None]
 TrainerFor = Callable[[str, RoundContext], Trainer]
-OnMessage = Callable[[bytes, RoundContext, Direction], None]  # called for an upload before the server reads it
+# Called for an upload before the server reads it; not for one that the server discards as too stale.
+OnMessage = Callable[[bytes, RoundContext, Direction], None]
 
 
 @dataclass
@@ -51,7 +57,7 @@ class InProcessFederation:
         trainer_for: returns a site's trainer for one round.
         sites: names of the sites.
         server: the server's state.
-        last_cohort: sites in the last round.
+        last_cohort: sites with an upload in the last round.
         cohort: sites in the current round.
         silent: sites whose uploads do not arrive, so that a secure sum is unmasked without them.
         participated: sites with an upload that the server has accepted.
@@ -64,6 +70,13 @@ class InProcessFederation:
         tap: records every message; None means no recording.
         unseen: the keys of the server and sites under secure aggregation; otherwise None.
         max_share: like cohort.max-weight-fraction; by default no limit, because no site here is hostile.
+        site_seconds: simulated seconds that each site's client round takes; 1 for a site that is not named.
+        clock: simulated seconds since the start of the run.
+        asked: sites that were asked in the current round; without cohort.buffer-size, the cohort.
+        staleness: server steps between each accepted upload's state and the last round's; empty without
+            cohort.buffer-size.
+        discarded: sites whose uploads were too stale for the last round, with their bytes and the reason.
+        in_flight: the requests that have not ended, with cohort.buffer-size.
         private_bytes: memory limit for the sites' private states; the rest goes to temporary files.
         private: each site's private state; None for a site that never took part.
     """
@@ -87,10 +100,21 @@ class InProcessFederation:
     tap: MessageCapture | None = None
     max_share: float = 1.0
     private_bytes: int = 10**9
+    site_seconds: Mapping[str, float] = field(default_factory=dict)
+    clock: float = 0.0
+    asked: list[str] = field(default_factory=list)
+    staleness: dict[str, int] = field(default_factory=dict)
+    discarded: dict[str, tuple[int, str]] = field(default_factory=dict)
     private: ClientStateCache = field(init=False)
+    in_flight: SitesInFlight = field(init=False)
 
     def __post_init__(self) -> None:
         self.private = ClientStateCache(self.private_bytes)
+        self.in_flight, self._arrivals = (
+            SitesInFlight(self.config.cohort.max_staleness, keeps_all=True),
+            dict[str, float](),
+        )
+        check_site_seconds(self.site_seconds, self.sites)
         self._dp = DpSgdConfig.from_config(self.config.dp)
         self._claim = guarantee_of(self.exchange.method, self.config)
         check_class_names(self._claim, self.config)
@@ -99,6 +123,7 @@ class InProcessFederation:
         aggregation_rules.check_server_optimizer(self.exchange)
         aggregation_rules.check_rule(self.exchange, self.config.aggregate)
         aggregation_rules.check_secure(self.config.secure, self.config.aggregate, self.config.cohort)
+        aggregation_rules.check_buffer(self.exchange, self.config.cohort, self.config.aggregate, len(self.sites))
         aggregation_rules.check_entries(self.exchange.method, self.config.secure, self.config.cohort, len(self.sites))
         secure = self.config.secure
         self.unseen = (
@@ -125,10 +150,16 @@ class InProcessFederation:
         return self.server
 
     def round(self, round_: int) -> None:
-        """Run one round: draw a cohort, exchange messages with each site in it, and update the server."""
+        """Run one round: draw a cohort, exchange messages with each site in it, and update the server.
+
+        With cohort.buffer-size, a round is one server step, from the uploads that arrive first.
+        """
+        if self.config.cohort.buffer_size:
+            self._step(round_)
+            return
         chosen = aggregation_rules.draw_cohort(self.sites, self.config.cohort.fraction, self._server_secret, round_)
         self.private.discard()
-        self.cohort, self.cut, self.left_out = chosen, {}, []
+        self.cohort, self.asked, self.cut, self.left_out = chosen, chosen, {}, []
         if self.unseen:
             self.server = self._summed_unseen(self.unseen, round_, chosen)
         else:
@@ -140,14 +171,69 @@ class InProcessFederation:
         self.private.commit()  # only together with the server's state
         self.participated |= set(chosen) - self.silent
         self.last_cohort = chosen
+        self.clock += max((self._seconds(site) for site in chosen), default=0.0)
+
+    def _seconds(self, site: str) -> float:
+        return self.site_seconds.get(site, 1.0)
+
+    def _step(self, round_: int) -> None:
+        """Take one server step: ask all free sites, and wait for the uploads that arrive first.
+
+        A client round is computed when its upload arrives, from the state that the server had when it asked.
+        """
+        flight = self.in_flight
+        flight.begin(round_, self.server)
+        self.private.discard()
+        self.cut, self.left_out, self.staleness, self.discarded = {}, [], {}, {}
+        self.asked = [site for site in self.sites if site not in flight.contexts and site not in self.silent]
+        if (there := len(self.asked) + len(flight.contexts)) < (size := self.config.cohort.buffer_size):
+            raise ConfigError(
+                f"cohort.buffer-size: expected at most {there}, the number of sites that send uploads, found {size}; "
+                "lower it"
+            )
+        for site in self.asked:
+            flight.ask(self._context(round_, site, self._server_secret))
+            self._arrivals[site] = self.clock + self._seconds(site)
+        self.cohort = sorted(flight.contexts)
+        sums = aggregation_rules.make_aggregator(self.config.aggregate)
+        uploads = bound_weights(self._arriving(), self.max_share, self.cut.__setitem__)
+        exchange = BufferedExchange.from_exchange(self.exchange, round_, flight.states)
+        self.server = exchange.aggregate(self.server, uploads, lambda: sums)
+        if isinstance(sums, MultiKrumAggregator):
+            self.left_out = sorted(set(self.staleness) - set(sums.chosen))
+        self.private.commit()
+        self.participated = (self.participated | set(self.staleness)) - set(self.discarded)
+        self.last_cohort = list(self.staleness)
+
+    def _arriving(self) -> Iterator[AcceptedUpload]:
+        """Yield uploads in the order of the simulated clock until the buffer is full; discard those too stale.
+
+        The sites asked in this step alone fill the buffer, so the loop ends.
+        """
+        flight, places = self.in_flight, {site: place for place, site in enumerate(self.sites)}
+        while len(self.staleness) < self.config.cohort.buffer_size:
+            site = min(flight.contexts, key=lambda site: (self._arrivals[site], places[site]))
+            self.clock = max(self.clock, self._arrivals[site])
+            ctx = flight.land(site)
+            staleness, server = flight.staleness(ctx), flight.states[ctx.round]
+            if flight.is_too_stale(ctx):
+                up = self._turn(ctx.round, site, self.exchange.participate, server=server, is_accepted=False)
+                self.discarded[site] = len(up), describe_discard(staleness, flight.max_staleness)
+                continue
+            up = self._turn(ctx.round, site, self.exchange.participate, server=server)
+            self.staleness[site] = staleness
+            yield self._upload(up, ctx)
 
     def _uploads(self, round_: int, chosen: list[str]) -> Iterator[AcceptedUpload]:
         for site in [site for site in chosen if site not in self.silent]:
             up = self._turn(round_, site, self.exchange.participate)
-            message = self.exchange.receive(up, round_, site=site)
-            self.reports[site], self.num_examples[site] = message.report, message.num_examples
-            ctx = self._context(round_, site, self._server_secret)
-            yield AcceptedUpload(message.payload, message.num_examples, ctx, message.report)
+            yield self._upload(up, self._context(round_, site, self._server_secret))
+
+    def _upload(self, up: bytes, ctx: RoundContext) -> AcceptedUpload:
+        """Decode an upload and note the site's report. The server's context names its round and site."""
+        message = self.exchange.receive(up, ctx.round, site=ctx.client)
+        self.reports[ctx.client], self.num_examples[ctx.client] = message.report, message.num_examples
+        return AcceptedUpload(message.payload, message.num_examples, ctx, message.report)
 
     def _summed_unseen(self, unseen: InProcessSecureSums, round_: int, chosen: list[str]) -> FederatedState:
         server_ctx = replace(self._context(round_, "", self._server_secret), is_new=False)
@@ -172,9 +258,22 @@ class InProcessFederation:
             round_, site, is_new, secret_, self.config.run.deterministic, noise_in_sum=in_sum, entries=entries
         )
 
-    def _turn(self, round_: int, site: str, participate: Participate, entries: EntryTable | None = None) -> bytes:
-        """Run one client round and return its upload. Count and record the bytes of the broadcast and the upload."""
-        down = self.exchange.broadcast(self.server, self._context(round_, site, self._server_secret, entries))
+    def _turn(
+        self,
+        round_: int,
+        site: str,
+        participate: Participate,
+        entries: EntryTable | None = None,
+        server: FederatedState | None = None,
+        is_accepted: bool = True,
+    ) -> bytes:
+        """Run one client round and return its upload. Count and record the bytes of the broadcast and the upload.
+
+        Args:
+            server: the state to broadcast; None means the current one.
+            is_accepted: False for an upload that the server discards; the site's private state then stays.
+        """
+        down = self.exchange.broadcast(server or self.server, self._context(round_, site, self._server_secret, entries))
         ctx = self._context(round_, site, self._client_secrets[site])
         trainer = self.trainer_for(site, ctx)
         if self.config.dp.unit_column and not isinstance(trainer, UnitTrainer):
@@ -185,16 +284,18 @@ class InProcessFederation:
         if self._dp:
             trainer = NoisyTrainer(trainer.spec, trainer.rows, self._dp, ctx)
         state, parts = participate(down, self.private.get(site), trainer, ctx, ctx.new_turn())
-        self.private.stage(site, state)
+        if is_accepted:
+            self.private.stage(site, state)
         up = b"".join(parts)
         self.download_bytes += len(down)
         self.upload_bytes += len(up)
         if self.tap:
             self.tap.write(down, round_, 0, site, "down")
-            self.tap.write(up, round_, 0, site, "up", accepted=True)
+            self.tap.write(up, round_, 0, site, "up", accepted=is_accepted)
         if self.on_message:
             self.on_message(down, ctx, "down")
-            self.on_message(up, ctx, "up")
+            if is_accepted:
+                self.on_message(up, ctx, "up")
         return up
 
     @property
@@ -210,6 +311,8 @@ class InProcessFederation:
         private: Mapping[str, FederatedState | None],
     ) -> None:
         """Resume a run from a checkpoint. Under secure aggregation, the sites draw new keys.
+
+        With cohort.buffer-size, what was in flight is lost: every site is asked again.
 
         Args:
             server: the server's state.
@@ -228,7 +331,18 @@ class InProcessFederation:
         self._client_secrets = {site: bytes.fromhex(secrets[site]) for site in self.sites}
         for site, state in private.items():
             self.private[site] = state
+        self.in_flight.contexts.clear()
 
     def models(self, site: str | None = None) -> Mapping[str, Weights]:
         """Return the current models by view; with `site`, also that client's model."""
         return self.exchange.method.models(self.server, self.private.get(site) if site else None)
+
+
+def check_site_seconds(seconds: Mapping[str, float], sites: Iterable[str]) -> None:
+    """Raise ConfigError unless each entry names a site and is a finite number above 0."""
+    known = set(sites)
+    for site, value in seconds.items():
+        if site not in known:
+            raise ConfigError(f"site_seconds: expected names of sites ({', '.join(sorted(known))}), found {site!r}")
+        if not 0 < value < math.inf:
+            raise ConfigError(f"site_seconds: expected a finite number above 0 for {site}, found {value!r}")

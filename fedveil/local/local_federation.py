@@ -69,6 +69,7 @@ class LocalFederation:
         sites: Mapping[str, str | Path] | int,
         device: str = "cpu",
         tap: MessageCapture | None = None,
+        site_seconds: Mapping[str, float] | None = None,
     ) -> LocalFederation:
         """Load the base model and every site's rows, without running a round.
 
@@ -79,6 +80,8 @@ class LocalFederation:
                 themselves according to task.partition. An integer instead divides task.data among that many sites.
             device: "cpu", "cuda" or "auto"; all sites train on it, one after another.
             tap: records every message, for attacks; `audit` needs run.capture-messages instead.
+            site_seconds: simulated seconds that a site's client round takes; 1 for a site that is not named. They
+                decide which uploads a round takes with cohort.buffer-size, and `federation.clock`.
 
         Raises:
             ConfigError: a key or value in the run config is invalid or would have no effect in one process, or there
@@ -112,7 +115,16 @@ class LocalFederation:
         state = method.init(task.spec, plan.initial_weights(), rng.initial_stream(run.seed, "method init"))
         exchange = MessageExchange(method, run_config.method.name, task.spec)
         share = run_config.cohort.max_weight_fraction
-        federation = InProcessFederation(exchange, run_config, trainer_for, list(rows), state, tap=tap, max_share=share)
+        federation = InProcessFederation(
+            exchange,
+            run_config,
+            trainer_for,
+            list(rows),
+            state,
+            tap=tap,
+            max_share=share,
+            site_seconds=site_seconds or {},
+        )
         recorder = LocalRunRecorder(plan, federation)
         local = cls(run_config, method, task, federation, folders, recorder)
         recorder.end_with(local)

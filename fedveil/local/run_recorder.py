@@ -7,6 +7,8 @@ signed, and no site's audit log is anchored.
 |---|---|
 | the folder is run.dir/run.name, and is kept | the folder is temporary |
 | checkpoints after every round, with the sites' private states, for run.resume | only for select-model = "best" |
+
+With cohort.buffer-size, a checkpoint has no uploads: a resume asks every site again, and records which were training.
 """
 
 from __future__ import annotations
@@ -126,11 +128,13 @@ class LocalRunRecorder:
         self.folder.status("running", round_, self.rounds, **self.course.about)
         started, before = time.monotonic(), (federation.upload_bytes, federation.download_bytes)
         federation.round(round_)
-        cohort, secure = federation.last_cohort, federation.unseen is not None
+        accepted, secure = federation.last_cohort, federation.unseen is not None
+        failed, unlisted = self._discarded(round_)
         record = RoundRecord(
-            round_, 0, cohort, accepted=list(cohort), unsigned=list(cohort),
+            round_, 0, sorted({*federation.asked, *accepted, *failed}), accepted=list(accepted),
+            unsigned=list(accepted), failed=failed, unlisted=unlisted, staleness=dict(federation.staleness),
             upload_bytes=federation.upload_bytes - before[0], download_bytes=federation.download_bytes - before[1],
-            reports={} if secure else {site: self._report(site) for site in cohort},
+            reports={} if secure else {site: self._report(site) for site in accepted},
             cut=dict(federation.cut), left_out=list(federation.left_out), unseen=self._secure_sum(),
             seconds=round(time.monotonic() - started, 3),
         )  # fmt: skip
@@ -141,6 +145,14 @@ class LocalRunRecorder:
         self.next_round = round_ + 1
         self._checkpoint(round_)
         return record
+
+    def _discarded(self, round_: int) -> tuple[dict[str, str], dict[str, list[int]]]:
+        """Record the uploads that were too stale. Return the reason by site, and their bytes and messages by site."""
+        failed, unlisted = dict[str, str](), dict[str, list[int]]()
+        for site, (size, reason) in self._federation.discarded.items():
+            failed[site], unlisted[site] = f"refused: {reason}", [size, 0, 1, 0]
+            self.folder.audit("failed", {"step": round_, "site": site, "reason": failed[site], "up_bytes": size})
+        return failed, unlisted
 
     def finish(self) -> None:
         """Choose the final model, score it if no round has, and write it with its card."""
@@ -192,7 +204,9 @@ class LocalRunRecorder:
         }  # fmt: skip
 
     def _record_message(self, data: bytes, ctx: RoundContext, direction: Direction) -> None:
-        recorder = RunMessageRecorder(self.folder, None, self._federation.cohort)
+        federation = self._federation
+        step = self.next_round if self._plan.config.cohort.buffer_size else None
+        recorder = RunMessageRecorder(self.folder, None, federation.cohort, step)
         disclosed = describe_message(data)
         if direction == "down":
             recorder.record_sent(ctx, disclosed, [])
@@ -207,7 +221,8 @@ class LocalRunRecorder:
         federation = self._federation
         loop = {
             "participated": sorted(federation.participated), "secrets": federation.secrets, "private": states,
-            "bytes": [federation.upload_bytes, federation.download_bytes],
+            "bytes": [federation.upload_bytes, federation.download_bytes], "clock": federation.clock,
+            **({"in_flight": federation.in_flight.rounds} if self._plan.config.cohort.buffer_size else {}),
         }  # fmt: skip
         about = {"round": round_, "terms": self._terms, **self.course.saved()}
         self.folder.checkpoint(federation.server, about | loop)
@@ -254,6 +269,9 @@ class LocalRunRecorder:
         }
         federation.restore(server, loop["participated"], loop["secrets"], private)
         federation.upload_bytes, federation.download_bytes = (int(size) for size in loop["bytes"])
+        federation.clock = float(loop.get("clock", 0.0))
+        if lost := loop.get("in_flight"):
+            self.folder.notes["in-flight"] = lost
         self.course.resume(loop)
         self.next_round = int(loop["round"]) + 1
         self.folder.resume(self.next_round, changes)

@@ -145,6 +145,11 @@ class FedSgdMethod(Method):
         """Return the reason: with Adam, the method already has a server optimizer."""
         return "would follow the method's own server optimizer (optimiser)" if self.optimiser != "sgd" else ""
 
+    @property
+    def stale_upload_conflict(self) -> str:
+        """Return "": an upload is a gradient."""
+        return ""
+
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """Return w_0, and zero moments for Adam."""
         return start_state(weights, self.optimiser)

@@ -34,6 +34,11 @@ class WeightAveragingMethod(Method):
     def _uploads(self) -> UploadQuantization:
         return UploadQuantization(self.wire_dtype, self.upload_bits)
 
+    @property
+    def stale_upload_conflict(self) -> str:
+        """Return "": an upload is the server's tensors, moved by training."""
+        return ""
+
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """Return the adapter's initial weights, drawn once for all clients."""
         return FederatedState(dict(weights))

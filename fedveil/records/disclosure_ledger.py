@@ -11,6 +11,8 @@ before its first message; every message has its own line.
 | with fields of a different shape than in the kind's line | "others": [[index of the field, shape, bytes], ...] |
 | with scalars in addition to its fields | "scalars": {name: word, ...} |
 | with scores of held-out examples (evaluate.held-out) | "figures": {name: bytes, ...} |
+| that is an upload in a run with cohort.buffer-size | "step": the round whose server step takes it; "round" is that of
+  the state that the site trained from |
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class DisclosureLedger:
         """Append a message's disclosure.
 
         Args:
-            where: the message's round, attempt and site.
+            where: the message's round, attempt and site, and for an upload into a buffer its step.
             disclosed: result of `fedveil.wire.envelope.describe_message`.
         """
         kind = self._kind(direction, disclosed)
@@ -139,6 +141,7 @@ def _checked(row: Row, kinds: list[Row]) -> Row:
     _expect(row, "scalars", "words by name", isinstance(scalars, dict))
     figures = row.get("figures", {})
     _expect(row, "figures", "bytes by name", isinstance(figures, dict) and all(map(_is_count, figures.values())))
+    _expect(row, "step", "a count", _is_count(row.get("step", 0)))
     fields, payload_bytes = kind["fields"], kind["payload_bytes"]
     if "others" in row:
         fields = [*fields]

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import inspect
 import json
+import re
 import weakref
 from pathlib import Path
 
@@ -360,6 +361,24 @@ def test_a_server_optimizer_steps_along_the_methods_update_or_is_refused_with_th
         torch.testing.assert_close(found[name], w, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
     assert set(adam.server.tensors) == set(plain.server.tensors)
     assert any(not torch.equal(other[name], w) for name, w in wanted.items())
+
+
+def test_a_late_upload_moves_the_current_state_or_is_refused_with_the_reason(exchange):
+    """The third site's upload comes two steps late, and is the only one that the third step waits for."""
+    buffer = {"cohort.buffer-size": 2, "cohort.min-sites": 1}
+    if why := exchange.method.stale_upload_conflict:
+        with pytest.raises(ConfigError, match=f"cohort.buffer-size: .*{re.escape(why)}"):
+            with_optimizer(exchange, **buffer)
+        return
+    run = with_optimizer(exchange, **buffer)
+    run.site_seconds = {run.sites[2]: 2.5}
+    for round_ in range(3):
+        before = run.models()["server"]
+        run.round(round_)
+    assert run.staleness[run.sites[2]] == 2
+    after = run.models()["server"]
+    assert any(not torch.equal(after[name], w) for name, w in before.items())
+    assert all(bool(torch.isfinite(w.float()).all()) for w in after.values())
 
 
 @pytest.mark.parametrize("bits", [4, 8])

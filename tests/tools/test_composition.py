@@ -8,7 +8,7 @@ from fedveil import strategies
 from tools import reference
 from tools.pages import composition
 
-NOISY, SECURE, SUM, SERVER, MEDIAN, KRUM = composition.COLUMNS
+NOISY, SECURE, SUM, SERVER, BUFFER, MEDIAN, KRUM = composition.COLUMNS
 GRADIENTS = {"fixed_position", "random_binary", "scaffold"}
 PRODUCTS = {"fedex_lora"}
 KEEPS = {"fedotp", "fedpara", "fedper", "fedpgp", "flora", "fedrand", "fedsa_lora"}
@@ -37,6 +37,12 @@ def test_a_server_optimizer_goes_with_all_that_do_not_complete_their_mean_in_the
     reasons = refused(SERVER)
     assert set(reasons) == {"fedex_lora", "flora"}
     assert reasons["fedex_lora"].startswith("no: one that would move the factors apart from the residual")
+
+
+def test_a_buffer_of_late_uploads_goes_with_what_is_moved_from_one_state_to_another():
+    reasons = refused(BUFFER)
+    assert set(reasons) == {"dp_fpl", "fedex_lora", "fedper", "flora", "hetlora", "rolora", "scaffold"}
+    assert reasons["rolora"].startswith("no: a method that trains one factor in even rounds and the other in odd ones")
 
 
 def test_noise_in_the_sum_goes_with_what_sends_one_step_as_it_is_and_keeps_nothing():

@@ -45,6 +45,7 @@ COLUMNS: Mapping[str, Mapping[str, object]] = {
     "`secure.enabled`": _SECURE,
     '`secure.noise = "sum"`': _SECURE | _NOISY | {"secure.noise": "sum"},
     '`server.optimizer = "fedadam"`': {"server.optimizer": "fedadam"},
+    "`cohort.buffer-size`": {"cohort.buffer-size": 5},
     '`aggregate.rule = "median"`': {"aggregate.rule": "median"},
     '`aggregate.rule = "multi-krum"`': {"aggregate.rule": "multi-krum", "aggregate.num-byzantine": 1},
 }
