@@ -1,8 +1,9 @@
 """`flower-supernode` in an image: Flower's program, patched by `patch_supernode`.
 
 On a host, loopback_ports.py does this. The patch changes polling (poll_backoff.py), heartbeats (heartbeat.py), retries
-(flower/retries.py) and the connection (flower/), and makes agent runs create tasks for ClientApps, which the guard
-judges. It also fixes four faults in Flower 1.39, 1.41 and 1.42:
+(flower/retries.py) and the connection (flower/), bounds what a server can make the SuperNode keep (message_intake.py),
+and makes agent runs create tasks for ClientApps, which the guard judges. It also fixes five faults in Flower 1.39, 1.41
+and 1.42:
 
 | event | Flower's behavior | here |
 |---|---|---|
@@ -13,6 +14,8 @@ judges. It also fixes four faults in Flower 1.39, 1.41 and 1.42:
   its deadlines | it is sent at the next poll for messages |
 | a client process dies between its reply and the reply's parts | the SuperNode waits for them forever, and is
   online | three minutes after the last part, the reply is dropped, as in Flower's server |
+| a client process dies before it has read its message | the message's objects stay in memory for good | they go
+  with the reply that reports the death |
 | any other error in the loop that polls for messages | the process keeps running, permanently offline | it is logged,
   and the loop continues after 1, 2, 4 .. 60 s, unless the server refuses the site's key |
 """
@@ -22,7 +25,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from logging import ERROR, WARNING
 from typing import Any
 
@@ -31,7 +34,8 @@ from flwr.supercore.run import RunNotRunningException
 
 from fedveil.errors import ConfigError, StateError
 from fedveil.guard import duplicate_pushes, flower, heartbeat, poll_backoff
-from fedveil.guard.flower import replaced, retries
+from fedveil.guard.flower import replaced, response_sizes, retries
+from fedveil.guard.message_intake import MessageIntake
 from fedveil.guard.minute_log import MinuteLog
 from fedveil.guard.task_programs import SERVER_APP
 from fedveil.sanitize import sanitize
@@ -63,10 +67,12 @@ def patch_supernode() -> None:
         from fedveil.guard.flower import keepalive
 
         keepalive.patch_supernode_keepalive()
+        response_sizes.limit_grpc_responses()
     else:
         from fedveil.guard.flower import redirects
 
         redirects.forbid_redirects()
+        response_sizes.limit_http_responses()
         sys.argv[1:] = [word for word in sys.argv[1:] if word != "--grpc-rere"]  # from a compose file for 1.39
     module = importlib.import_module("flwr.supernode.start_client_internal")
     module._pull_and_store_message = pull_message(module._pull_and_store_message)  # type: ignore[attr-defined]
@@ -117,7 +123,8 @@ def pull_message(original: Callable[..., int | None], errors: LoopErrors | None 
 
     def look(**given: Any) -> int | None:
         calls = {name: _ending(given[name]) for name in _CALLS} | {"get_run": _for_client_app(given["get_run"])}
-        run = errors.run(original, **{**given, **calls})
+        intake = MessageIntake({**given, **calls})
+        run = errors.run(intake.pull, original=original)
         return 0 if run is None and _waits(given["state"]) else run
 
     return look
@@ -128,7 +135,8 @@ def push_reply(original: Callable[..., None], errors: LoopErrors | None = None) 
     errors = errors or LoopErrors()
 
     def push(**given: Any) -> None:
-        errors.run(original, **{**given, "object_store": _Parts(given["object_store"], given["state"])})
+        store, state = given["object_store"], given["state"]
+        errors.run(original, **{**given, "object_store": _Parts(store, state), "state": _Messages(state, store)})
 
     return push
 
@@ -151,6 +159,22 @@ class _Parts:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
+
+
+class _Messages:
+    """A SuperNode's state, which deletes a message's objects with the message."""
+
+    def __init__(self, state: Any, store: Any) -> None:
+        self._state, self._store = state, store
+
+    def delete_messages(self, *, message_ids: Sequence[str]) -> None:
+        """Delete the messages, and objects that no client process has confirmed."""
+        self._state.delete_messages(message_ids=message_ids)
+        for message_id in message_ids:
+            self._store.delete(message_id)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
 
 
 def _ending(call: Callable[..., Any]) -> Callable[..., Any]:

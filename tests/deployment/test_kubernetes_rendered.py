@@ -113,7 +113,7 @@ def test_nothing_but_what_the_site_needs_is_a_secret_of_it(site, pilot):
     key = secrets["fedveil-site", "node-key"]["data"]["node.key"]
     assert base64.b64decode(key) == (kit / "keys" / "node.key").read_bytes()
     maps = named(site, "ConfigMap")
-    assert sorted(maps["fedveil-site", "kit"]["data"]) == ["ca.crt", "containers.toml"]
+    assert sorted(maps["fedveil-site", "kit"]["data"]) == ["ca.crt", "containers.toml", "site-policy.toml"]
     assert sorted(maps["fedveil-site-apps", "site-policy"]["data"]) == ["instruction-keys.toml", "site-policy.toml"]
     assert 'signing-key = "/state/signing.key"' in maps["fedveil-site", "kit"]["data"]["containers.toml"]
 

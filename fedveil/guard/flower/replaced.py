@@ -59,7 +59,9 @@ _LOOP, _STORE = "flwr.supernode.start_client_internal", "flwr.supercore.corestat
 _LINK = "flwr.server.superlink.linkstate"
 _CLIENT, _SUPEREXEC = "flwr.supernode.runtime.run_clientapp", "flwr.supercore.superexec.run_superexec"
 _GRPC, _HTTP = "flwr.client.grpc_rere_client.connection", "flwr.supernode.fleet_http_connection"
-_CALLS = ("receive", "get_run", "pull_object", "confirm_message_received", "state")
+_CALLS = (
+    "receive", "get_run", "get_fab", "pull_object", "confirm_message_received", "state", "object_store", "node_config",
+)  # fmt: skip
 
 FLEET_MODULES: dict[Literal["gRPC", "HTTP"], str] = {
     "gRPC": "flwr.server.superlink.fleet.message_handler.message_handler",
@@ -148,6 +150,14 @@ REPLACED = (
     ),
     ReplacedAttribute("guard/flower/keepalive.py", "SuperNode", "grpc", "secure_channel", ("options",), "gRPC"),
     ReplacedAttribute("guard/flower/keepalive.py", "SuperNode", "grpc", "insecure_channel", ("options",), "gRPC"),
+    *(
+        ReplacedAttribute("guard/flower/response_sizes.py", "SuperNode", "grpc", name, ("options",), "gRPC")
+        for name in ("secure_channel", "insecure_channel")
+    ),
+    ReplacedAttribute(
+        "guard/flower/response_sizes.py", "SuperNode", "flwr.supercore.protobuf.client", "ProtobufClient.__init__",
+        speaks="HTTP",
+    ),
     ReplacedAttribute("guard/flower/fleet_http.py", "SuperLink", "uvicorn", "Server.run", ("sockets",), "HTTP"),
     ReplacedAttribute(
         "guard/flower/redirects.py", "SuperNode", "flwr.supercore.protobuf.client", "ProtobufClient.__init__",

@@ -7,6 +7,7 @@ Flower retries when nothing answers and gives up on any other error: its SuperNo
 | UNAVAILABLE, 503, 504; 502 since Flower 1.42 | retries without limit | the same; 502 with every version |
 | INTERNAL, UNKNOWN, DEADLINE_EXCEEDED, ABORTED, CANCELLED, RESOURCE_EXHAUSTED; 408, 429, 500 | gives up | retries; a
   push for at most `PUSH_SECONDS`: a server that cannot accept it would otherwise get it forever |
+| RESOURCE_EXHAUSTED, by gRPC itself, for an answer larger than response_sizes.py permits | gives up | the same |
 | a TLS handshake that fails after an earlier call succeeded | gives up | retries: it was the right server before |
 | a TLS handshake that fails before that | gives up | the same: this is a different server, or a different CA |
 | PERMISSION_DENIED, 403: the run has ended | gives up | the same |
@@ -35,6 +36,7 @@ AGAIN = frozenset(
 PUSH_SECONDS = 300.0
 _PUSHES = ("PushMessagesRequest", "PushObjectRequest")
 _BAD_GATEWAY = "502"
+_TOO_LARGE = "eceived message larger than max"  # in gRPC's own text, whose beginning depends on the version
 _TLS_WORDS = ("certificate", "ssl", "tls")  # the same as in Flower's http_retry.py
 
 _OWN = re.compile(r"fedveil: ((?:the site's clock is|this key is registered, but) [^\"\n]{1,300})")
@@ -57,6 +59,12 @@ def own_words(error: BaseException) -> str:
     text = details() if callable(details) else getattr(getattr(error, "response", None), "text", "")
     match = _OWN.search(str(text)[:2000])
     return sanitize(f"fedveil: {match[1]}", 500) if match else ""
+
+
+def is_too_large(error: BaseException) -> bool:
+    """Return whether gRPC refused an answer for its size (response_sizes.py)."""
+    details = getattr(error, "details", None)
+    return status_of(error) == "RESOURCE_EXHAUSTED" and _TOO_LARGE in str(details() if callable(details) else "")[:500]
 
 
 def is_unauthenticated(error: BaseException) -> bool:
@@ -85,7 +93,7 @@ class RetryPolicy:
         status = status_of(error)
         if said := own_words(error):
             _log.write(WARNING, said, key="fedveil")
-        if status in AGAIN:
+        if status in AGAIN and not is_too_large(error):
             began = getattr(self._call, "push_began", None)
             late = began is not None and self._clock() - began >= PUSH_SECONDS
             if late:

@@ -24,9 +24,11 @@ from flwr.supercore.run import Run, RunNotRunningException
 from flwr.supernode.nodestate import NodeStateFactory
 
 from fedveil.guard import flower, supernode
+from tests.fedveil.guard.test_received_bundle import bundle
 
 RUN = 7
-BUNDLE = Fab(hashlib.sha256(b"a bundle").hexdigest(), b"a bundle", {})
+_ZIP = bundle(("pyproject.toml", b""))
+BUNDLE = Fab(hashlib.sha256(_ZIP).hexdigest(), _ZIP, {})
 Look = Callable[..., int | None]
 OURS: tuple[Look, Callable[..., None]] = (
     supernode.pull_message(flowers._pull_and_store_message),
@@ -167,6 +169,19 @@ def test_a_reply_that_nobody_waits_for_makes_no_later_one_late(calls: Any) -> No
         assert node.sent[-1] == first != second
 
 
+@pytest.mark.parametrize(("calls", "stay"), [(OURS, 0), (FLOWERS, 2)], ids=["ours", "flower's"])
+def test_the_objects_of_a_message_that_its_client_process_never_confirmed_go_with_the_reply(
+    calls: Any, stay: int
+) -> None:
+    """A server whose messages end client processes would fill the SuperNode, message by message."""
+    node = Node(*calls, messages=[message := _message(text="first")])
+    assert node.pull() == RUN
+    node.answer(message.object_id)
+    node.send()
+    assert node.sent == [message.object_id]
+    assert len(node.store) == stay
+
+
 def test_a_reply_whose_parts_stop_coming_ends_and_goes() -> None:
     node = Node(*OURS, messages=[message := _message()])
     node.pull()
@@ -201,16 +216,17 @@ def test_a_reply_whose_parts_are_still_coming_is_waited_for() -> None:
 def test_both_are_put_in_flowers_place(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_pull_and_store_message", "_push_messages", "time"):
         monkeypatch.setattr(flowers, name, getattr(flowers, name))  # puts them back afterwards
-    module, function = (
-        ("keepalive", "patch_supernode_keepalive")
+    functions = (
+        ("keepalive.patch_supernode_keepalive", "response_sizes.limit_grpc_responses")
         if flower.installed_release().speaks == "gRPC"
-        else ("redirects", "forbid_redirects")
+        else ("redirects.forbid_redirects", "response_sizes.limit_http_responses")
     )
     called: list[str] = []
-    monkeypatch.setattr(f"fedveil.guard.flower.{module}.{function}", lambda: called.append(module))
+    for function in functions:
+        monkeypatch.setattr(f"fedveil.guard.flower.{function}", lambda name=function: called.append(name))
     before = flowers._pull_and_store_message, flowers._push_messages
     supernode.patch_supernode()
-    assert called == [module]
+    assert called == [*functions]
     assert flowers._pull_and_store_message is not before[0]
     assert flowers._push_messages is not before[1]
     names = {flowers._pull_and_store_message.__qualname__, flowers._push_messages.__qualname__}

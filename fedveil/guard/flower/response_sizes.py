@@ -1,0 +1,80 @@
+"""Bound the size of each answer that a SuperNode reads from its server.
+
+Flower reads an answer of up to 2 GiB over gRPC, and of any size over HTTP, where a compressed answer can also become
+1,000 times larger. No answer of an honest server exceeds 16 MiB: a bundle has at most 10 MiB, an object one slice,
+and a tree of 65,536 objects 5 MB.
+
+| answer | result |
+|---|---|
+| gRPC, larger | RESOURCE_EXHAUSTED; retries.py gives it up, because it would not become smaller |
+| HTTP, larger, with or without a stated length | WireError, after `MAX_RESPONSE_BYTES` at most |
+| HTTP, compressed | WireError; the SuperNode asks for an uncompressed one |
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx  # Flower's own client, of every release
+
+from fedveil.errors import WireError
+
+MAX_RESPONSE_BYTES = 16 << 20
+_OPTION = "grpc.max_receive_message_length"
+
+
+def limit_grpc_responses() -> None:
+    """Make every gRPC channel in this process refuse larger answers, whatever its options say."""
+    grpc = importlib.import_module("grpc")
+    for name in ("secure_channel", "insecure_channel"):
+        setattr(grpc, name, _with_limit(getattr(grpc, name)))
+
+
+def _with_limit(make: Callable[..., Any]) -> Callable[..., Any]:
+    def made(*args: Any, options: Any = None, **kwargs: Any) -> Any:
+        others = [option for option in options or () if option[0] != _OPTION]
+        return make(*args, options=[*others, (_OPTION, MAX_RESPONSE_BYTES)], **kwargs)
+
+    return made
+
+
+def limit_http_responses() -> None:
+    """Make all of Flower's HTTP clients in this process refuse larger and compressed answers."""
+    client = importlib.import_module("flwr.supercore.protobuf.client").ProtobufClient
+    original = client.__init__
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self._client.headers["accept-encoding"] = "identity"
+        hooks = self._client.event_hooks
+        self._client.event_hooks = {**hooks, "response": [*hooks["response"], _limit_response]}
+
+    client.__init__ = made
+
+
+def _limit_response(response: httpx.Response) -> None:
+    """Replace the stream of a response whose body has not been read."""
+    if response.headers.get("content-encoding", "identity") != "identity":
+        raise WireError("answer: expected an uncompressed one, found a compressed one")
+    response.stream = _LimitedStream(response.stream)
+
+
+class _LimitedStream(httpx.SyncByteStream):
+    """A response's body. Raises WireError after `MAX_RESPONSE_BYTES`."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[bytes]:
+        left = MAX_RESPONSE_BYTES
+        for part in self._stream:
+            left -= len(part)
+            if left < 0:
+                raise WireError(f"answer: expected at most {MAX_RESPONSE_BYTES} bytes, found more")
+            yield part
+
+    def close(self) -> None:
+        """Close the connection's stream."""
+        self._stream.close()

@@ -1,0 +1,170 @@
+"""Bound what a server can make a SuperNode keep: a message's tree, its bundle and its bytes.
+
+    receive -> require_tree            before the store registers the tree
+    get_fab -> require_bundle          before Flower reads pyproject.toml in it
+    pull_object -> the sum of bytes    before the next object is pulled
+
+A refused message is logged, confirmed, so that the server does not send it again, and answered with an error that
+gives the reason. The SuperNode continues.
+
+Formal guarantees, for one message:
+- the SuperNode keeps at most the limit below and the answers to the calls in progress (flower/response_sizes.py);
+- its tree expands to the tree that was sent (received_tree.py).
+
+| site | limit on a message's bytes |
+|---|---|
+| a policy with `max-bytes-a-round` | that many and `EXTRA_BYTES`, for heads and records |
+| a policy without the key, or no policy | none; the tree bounds the number of objects |
+| a policy that this process cannot read, or that is not TOML | `EXTRA_BYTES`: enough for the guard to refuse and log a
+  small message |
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from logging import WARNING
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Error, Message
+from flwr.supercore import log
+from flwr.supercore.run import RunNotRunningException
+
+from fedveil.errors import WireError
+from fedveil.guard.flower import retries
+from fedveil.guard.flower.response_sizes import MAX_RESPONSE_BYTES
+from fedveil.guard.received_bundle import require_bundle
+from fedveil.guard.received_tree import max_tree_nodes, require_tree
+from fedveil.sanitize import sanitize
+from fedveil.wire.flower_objects import is_object_id
+
+EXTRA_BYTES = 16 << 20
+_KEY = "max-bytes-a-round"
+_RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+_REASON = 500
+
+
+@dataclass(frozen=True)
+class MessageLimit:
+    """The limit on the bytes of a message's objects.
+
+    Attributes:
+        max_bytes: None = no limit.
+        reason: the reason for the limit, for the site and the server.
+    """
+
+    max_bytes: int | None
+    reason: str
+
+
+def read_limit(node_config: Mapping[str, Any]) -> MessageLimit:
+    """Return the limit that follows from the site's policy at this moment."""
+    path = str(node_config.get("policy", ""))
+    if not path:
+        return MessageLimit(None, "")
+    try:
+        limit = tomllib.loads(Path(path).expanduser().read_text("utf-8-sig")).get(_KEY)
+    except (OSError, ValueError, RecursionError) as error:
+        return MessageLimit(EXTRA_BYTES, f"the SuperNode cannot read the site's policy ({type(error).__name__})")
+    if limit is None:
+        return MessageLimit(None, "")
+    if type(limit) is not int or limit < 1:
+        return MessageLimit(EXTRA_BYTES, f"{_KEY} in the site's policy is not a positive whole number")
+    return MessageLimit(EXTRA_BYTES + limit, f"{_KEY} is {limit}, and {EXTRA_BYTES} more are for heads and records")
+
+
+class MessageIntake:
+    """One call of Flower's `_pull_and_store_message`, with bounds on the server's answers.
+
+    Args:
+        given: the arguments of Flower's function.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = given
+        self._limit = MessageLimit(None, "")
+        self._message: Message | None = None
+        self._refusal: WireError | None = None
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def pull(self, original: Callable[..., int | None]) -> int | None:
+        """Return the run of a message that was stored, or that was refused and answered; None if there was none."""
+        calls = {"receive": self._receive, "get_fab": self._get_fab, "pull_object": self._pull_object}
+        try:
+            run = original(**{**self._given, **calls})
+        except WireError:
+            if self._refusal is None:
+                raise
+        return run if self._refusal is None else self._answer_refusal()
+
+    def _receive(self) -> Any:
+        received = self._given["receive"]()
+        if received is not None:
+            self._message, tree = received
+            self._limit = read_limit(self._given["node_config"])  # only now: there is a poll many times a second
+            root, max_nodes = self._message.metadata.message_id, max_tree_nodes(self._limit.max_bytes)
+            self._require(lambda: require_tree(tree, root, max_nodes, self._given["object_store"]))
+        return received
+
+    def _get_fab(self, *args: Any) -> Any:
+        fab = self._ask("get_fab", *args)
+        self._require(lambda: require_bundle(fab.content))
+        return fab
+
+    def _pull_object(self, run: int, object_id: str) -> bytes:
+        self._require(self._require_bytes)
+        content: bytes = self._ask("pull_object", run, object_id)
+        with self._lock:
+            self._bytes += len(content)
+        self._require(self._require_bytes)
+        return content
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        """Call the server, and refuse the message if an answer is too large (flower/response_sizes.py)."""
+        try:
+            return self._given[name](*args)
+        except WireError as error:
+            self._refusal = error
+            raise
+        except Exception as error:
+            if not retries.is_too_large(error):
+                raise
+            self._refusal = WireError(f"answer: expected at most {MAX_RESPONSE_BYTES} bytes, found more")
+            raise self._refusal from None
+
+    def _require_bytes(self) -> None:
+        limit = self._limit
+        with self._lock:
+            is_over = limit.max_bytes is not None and self._bytes > limit.max_bytes
+        if is_over:
+            raise WireError(f"message: expected at most {limit.max_bytes} bytes, found more: {limit.reason}")
+
+    def _require(self, check: Callable[[], None]) -> None:
+        """Run a check, and remember the error that it raises."""
+        try:
+            check()
+        except WireError as error:
+            self._refusal = error
+            raise
+
+    def _answer_refusal(self) -> int | None:
+        """Confirm the refused message, and store an error as its reply. Return its run; None if it has no valid id."""
+        assert self._message is not None
+        run, message_id = self._message.metadata.run_id, self._message.metadata.message_id
+        reason = sanitize(self._refusal, _REASON)
+        log(WARNING, "fedveil: refused the server's message %s of run %d: %s", sanitize(message_id, 80), run, reason)
+        if not is_object_id(message_id):
+            return None  # Flower would wait for a reply to it for good
+        try:
+            self._given["confirm_message_received"](run, message_id)
+        except (Exception, RunNotRunningException) as error:  # the refusal must go out all the same
+            log(WARNING, "fedveil: the server may send a refused message again: %s", sanitize(error, 200))
+        reply = Message(Error(_RAISED, f"WireError: {reason}"), reply_to=self._message)
+        flowers = importlib.import_module("flwr.supernode.start_client_internal")
+        flowers._insert_message(reply, self._given["state"], self._given["object_store"])
+        return run

@@ -1,0 +1,69 @@
+"""Check the size of an app bundle before Flower's SuperNode or the site's guard reads a file in it.
+
+A SuperNode reads `pyproject.toml` in each new run's bundle, before the site's policy is consulted. A zip file of 10 MB
+can become 10 GB in memory. The size that it states for a file is only a claim: zipfile inflates what is there, and then
+cuts it to that size. So each file is inflated here once, in parts, and its real size must be the stated one.
+
+Formal guarantees, for a bundle that `require_bundle` accepts:
+- it has at most `MAX_BUNDLE_BYTES` bytes and `MAX_FILES` files;
+- zipfile reads each file into exactly as many bytes as it states, `MAX_INFLATED_BYTES` in all and
+  `MAX_PYPROJECT_BYTES` for a `pyproject.toml`. Memory: one part of 64 KiB, at most, beside the bundle.
+
+| bundle | result |
+|---|---|
+| no zip file, or a damaged or encrypted one | WireError |
+| a file compressed with bzip2, LZMA or Zstandard | WireError: zipfile inflates these without a bound |
+| two entries of one name, or entries that share bytes | each counts |
+"""
+
+from __future__ import annotations
+
+import zipfile
+from io import BytesIO
+
+from fedveil.errors import WireError
+from fedveil.sanitize import sanitize
+
+MAX_BUNDLE_BYTES = 10 << 20  # Flower's own limit for a submitted bundle
+MAX_FILES = 10_000
+MAX_INFLATED_BYTES = 128 << 20
+MAX_PYPROJECT_BYTES = 256 << 10
+_PYPROJECT = "pyproject.toml"
+_ENTRY = b"PK\x01\x02"  # begins each entry of a zip file's directory
+_PART = 64 << 10
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+
+
+def require_bundle(content: bytes) -> None:
+    """Raise WireError unless a bundle is a zip file within the limits."""
+    if len(content) > MAX_BUNDLE_BYTES:
+        raise WireError(f"bundle: expected at most {MAX_BUNDLE_BYTES} bytes, found {len(content)}")
+    if (entries := content.count(_ENTRY)) > MAX_FILES:  # zipfile would keep about 500 bytes for each
+        raise WireError(f"bundle: expected at most {MAX_FILES} files, found {entries}")
+    try:
+        with zipfile.ZipFile(BytesIO(content)) as archive:
+            left = MAX_INFLATED_BYTES
+            for entry in archive.infolist():
+                left -= _inflated_bytes(archive, entry, left)
+    except WireError:
+        raise
+    except Exception as error:  # zipfile raises errors of many types for a damaged file
+        raise WireError(f"bundle: expected a zip file that can be read, found {sanitize(error, 200)}") from None
+
+
+def _inflated_bytes(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, left: int) -> int:
+    """Return the real size of a file. Raises WireError if it exceeds `left`, or is not the stated size."""
+    stated, size = entry.file_size, 0
+    limit = min(left, MAX_PYPROJECT_BYTES) if entry.filename == _PYPROJECT else left
+    if entry.compress_type not in _METHODS:
+        raise WireError("bundle: expected files that are stored or deflated, found another compression")
+    entry.file_size = limit + 2 * _PART  # zipfile stops there, and not at the stated size
+    with archive.open(entry) as file:
+        while part := file.read(_PART):
+            size += len(part)
+            if size > limit:
+                what = _PYPROJECT if limit < left else "all files together"
+                raise WireError(f"bundle: expected at most {limit} bytes in {what} after inflating, found more")
+    if size != stated:
+        raise WireError(f"bundle: expected a file of the {stated} bytes that it states, found {size}")
+    return size
