@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import tracemalloc
@@ -39,6 +40,7 @@ FIELDS = {
 }
 
 
+@functools.cache
 def sound() -> list[tuple[MessageExchange, bytes]]:
     """A sound upload of every method and every codec."""
     messages = []
@@ -50,9 +52,6 @@ def sound() -> list[tuple[MessageExchange, bytes]]:
             _, parts = exchange.participate(exchange.broadcast(server, CTX), None, ToyTrainer(exchange.spec), CTX)
             messages.append((exchange, b"".join(parts)))
     return messages
-
-
-SOUND = sound()
 
 
 def verdict(exchange: MessageExchange, data: bytes) -> str:
@@ -87,11 +86,11 @@ def check_valid(exchange: MessageExchange, data: bytes, message: DecodedMessage,
 
 def run(count: int, seed: int) -> Counter[str]:
     """The verdicts on `count` mutations, and a bound on the memory that they took."""
-    draw, counts = random.Random(seed), Counter()
+    draw, counts, messages = random.Random(seed), Counter(), sound()
     tracemalloc.start()
     try:
         for i in range(count):
-            exchange, data = SOUND[i % len(SOUND)]
+            exchange, data = messages[i % len(messages)]
             mutated = fuzz.message(data, draw)
             before = tracemalloc.get_traced_memory()[0]
             tracemalloc.reset_peak()
@@ -104,7 +103,7 @@ def run(count: int, seed: int) -> Counter[str]:
 
 
 def test_sound_uploads_are_accepted():
-    assert {verdict(exchange, data) for exchange, data in SOUND} == {"accepted"}
+    assert {verdict(exchange, data) for exchange, data in sound()} == {"accepted"}
 
 
 @pytest.mark.long
