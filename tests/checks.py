@@ -74,11 +74,15 @@ def _check_nested(typechecker: Any, function: FunctionType) -> Any:
     """
     key = function.__code__.co_filename, function.__code__
     if key not in _NESTED:
-        _NESTED[key] = typechecker(_without_closure(function))
+        bare = _without_closure(function)
+        check = typechecker(bare)
+        _NESTED[key] = None if check is bare else check  # beartype returns a function without annotations as it is
     first = _NESTED[key]
-    defaults = first.__kwdefaults__ or {}
-    if "__beartype_func" not in defaults:  # nothing in it is annotated
+    if first is None:
         return function
+    defaults = first.__kwdefaults__ or {}
+    if "__beartype_func" not in defaults:
+        raise AssertionError(f"beartype: expected __beartype_func among a check's defaults, found {sorted(defaults)}")
     made = FunctionType(first.__code__, first.__globals__, first.__name__, first.__defaults__, first.__closure__)
     made.__kwdefaults__ = defaults | {"__beartype_func": function}
     return functools.update_wrapper(made, function)

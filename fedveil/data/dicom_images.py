@@ -52,7 +52,7 @@ _MAGIC_AT = 128
 DICOM_START = _MAGIC_AT + 4  # bytes, enough for `is_dicom`
 _MAX_FRAMES = 1 << 20
 _EXPORT = "export it as PNG"
-_QUIET = ("ignore", None, Warning, re.compile("pydicom"), 0)  # as in warnings.filters
+_QUIET: Any = ("ignore", None, Warning, re.compile("pydicom"), 0)  # as in warnings.filters
 
 
 @dataclass(frozen=True)

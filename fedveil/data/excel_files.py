@@ -43,7 +43,7 @@ _ENCRYPTED_OR_OLD = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
 _SHEETS = re.compile(r"worksheets/[^/]*\.xml$")
 _FORMULA, _MERGED = (re.compile(rb"<(?:\w+:)?" + name + rb"[\s/>]") for name in (b"f", b"mergeCell"))
 _PIECE, _OVERLAP = 1 << 20, 64
-_QUIET = ("ignore", None, Warning, re.compile("openpyxl"), 0)  # as in warnings.filters
+_QUIET: Any = ("ignore", None, Warning, re.compile("openpyxl"), 0)  # as in warnings.filters
 
 
 def iter_excel_rows(file: Path) -> Iterator[dict[str, str]]:

@@ -57,9 +57,9 @@ def apply_window(values: np.ndarray, low: float, high: float) -> np.ndarray:
         raise RangeError("it has values that are not finite")
     if low == high:
         return np.asarray(values > low, dtype=np.float64)
-    return np.clip((values - low) / (high - low), 0, 1)
+    return np.asarray(np.clip((values - low) / (high - low), 0, 1))
 
 
 def to_bytes(shares: np.ndarray) -> np.ndarray:
     """Return values from 0 to 1 as 8-bit gray values."""
-    return np.rint(shares * 255).astype(np.uint8)
+    return np.asarray(np.rint(shares * 255), dtype=np.uint8)

@@ -38,7 +38,7 @@ _HEADERS = (348, 540)  # bytes of the header of NIfTI-1 and NIfTI-2
 _MOST_BYTES = 1 << 31  # of a volume
 _PIECE = 1 << 20
 _DAMAGED = "it is damaged or cut off"
-_QUIET = ("ignore", None, Warning, re.compile("nibabel"), 0)  # as in warnings.filters
+_QUIET: Any = ("ignore", None, Warning, re.compile("nibabel"), 0)  # as in warnings.filters
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,8 @@ def _read_header(image: bytes, window: tuple[float, float] | None) -> NiftiHeade
     if not len(start[: _HEADERS[version - 1]]) <= offset <= _MOST_BYTES:
         raise ImageError(_DAMAGED)
     rescale = raw.get_slope_inter()
-    slope, intercept = (1.0, 0.0) if rescale[0] is None else map(float, rescale)
+    slope = 1.0 if rescale[0] is None else float(rescale[0])
+    intercept = 0.0 if rescale[0] is None else float(rescale[1])
     return _with_window(raw, NiftiHeader(offset, (sizes[0], sizes[1], sizes[2]), dtype, slope, intercept, None), window)
 
 
