@@ -18,6 +18,7 @@ from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.in_process import InProcessFederation
 from fedveil.federation.update_buffer import SitesInFlight
 from fedveil.strategies import create_method
+from fedveil.strategies.fedavg import FedAvg
 from fedveil.wire.capture import MessageCapture
 from tests.strategies.quadratics import Quadratic, quadratic_twin
 
@@ -97,6 +98,20 @@ def test_one_slow_site_does_not_set_the_pace():
     steps.run()
     assert (rounds.clock, steps.clock) == (60.0, 6.0)
     assert steps.in_flight.rounds == {"d": 0}
+
+
+def test_a_step_is_the_current_round_s_even_if_its_last_upload_is_late(monkeypatch):
+    real, rounds = FedAvg.server_update, []
+    monkeypatch.setattr(
+        FedAvg,
+        "server_update",
+        lambda self, server, sums, ctx: (rounds.append(ctx.round), real(self, server, sums, ctx))[1],
+    )
+    steps = federation(seconds={"d": 2.0}, **{"cohort.buffer-size": 4})
+    steps.run()
+    late = federation(seconds={"a": 1.2, "d": 2.9}, **{"cohort.buffer-size": 2})
+    late.run()
+    assert rounds == [*range(6), *range(6)]
 
 
 def test_a_late_site_counts_once_and_is_asked_again():
