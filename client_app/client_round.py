@@ -137,6 +137,7 @@ class ClientRound:
             order.address,
             config.secure.noise == "sum",
             device_for(method, task, config, is_masked=self.secagg is not None),
+            in_secure_sum=self.secagg is not None,
         )
 
     def select_participate(self, exchange: MessageExchange) -> Participate:

@@ -32,7 +32,6 @@ from fedveil import encrypted_files, paths
 from fedveil.client_app.instruction import ClientAssignment
 from fedveil.client_app.policy.site_policy import SitePolicy, load_policy
 from fedveil.client_app.state.client_state import SECURE, ClientStateStore, safe_file_name, state_folder_of, state_role
-from fedveil.contract.entry_table import EntryTable
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import PolicyError, StateError, WireError
 from fedveil.federation.secagg import crypto
@@ -180,8 +179,6 @@ def round_terms(assignment: ClientAssignment) -> RoundTerms:
     order, config, secure = assignment.order, assignment.config, assignment.config.secure
     method = strategies.create_from_json(order.method, order.fields)
     states = ClientStateStore.open(assignment.site.state_dir, order.run, assignment.name)
-    with number_refusals("T8"):
-        table = EntryTable.from_text(order.entries) if order.entries else None
     continued: StateUse = "continues" if states.has(order.last) else "begins"
     return RoundTerms(
         run=order.run,
@@ -200,7 +197,7 @@ def round_terms(assignment: ClientAssignment) -> RoundTerms:
         roster=order.roster,
         table=order.entries,
         has_table=method.plans_entries,
-        is_alike=method.sends_same_broadcast_in(table),
+        is_alike=method.sends_same_broadcast,
         state=continued if method.keeps_private_state else "none",
         is_whole=secure.whole_cohort,
     )

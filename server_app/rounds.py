@@ -218,7 +218,7 @@ class RoundLoop:
             self.open_reception(grid, round_, plan.attempt),
             MessageAddress(self.run_name, plan.attempt),
         )
-        server_ctx = RoundContext(round_, "", False, self._secret, self.settings.deterministic)
+        server_ctx = RoundContext(round_, "", False, self._secret, self.settings.deterministic, in_secure_sum=True)
         contexts = [replace(server_ctx, client=site, address=replace(address, site=site)) for site in plan.cohort]
         clear = RoundAttempt(
             self._begun, self.server, self.settings, address, round_, contexts,
@@ -333,6 +333,7 @@ class RoundLoop:
             chosen = [site for site in nodes if site not in self._flight.contexts]
         server_ctx = RoundContext(round_, "", False, self._secret, settings.deterministic)
         if secagg:
+            server_ctx = replace(server_ctx, in_secure_sum=True)
             server_ctx = replace(server_ctx, entries=secagg.plan_entries(chosen, server_ctx))
         contexts = [
             replace(

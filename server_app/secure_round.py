@@ -328,7 +328,7 @@ class ServerSecAgg:
         address = replace(clear.address, attempt=number)
         contexts = [replace(ctx, address=replace(ctx.address, attempt=number)) for ctx in clear.contexts]
         broadcast, table = "", server_ctx.entries
-        if self.exchange.method.sends_same_broadcast_in(table):
+        if self.exchange.method.sends_same_broadcast:
             # `build_messages` packs it again, because the plan is needed first.
             parts = self.exchange.packed(clear.server, contexts[0]).parts
             broadcast = broadcast_digest(header.digest_of_parts(parts))

@@ -43,7 +43,7 @@ keep, and their sizes.
 | `wire_dtype` below fp32 | A and B are rounded before D is formed: (5) holds for the broadcast; D has rank (k + 1) r |
 | `upload_bits` | (5) holds for the decoded factors |
 | secure aggregation | a site's vector includes B_i A_i, d_out x d_in per layer, because the products cannot be computed
-  from summed factors; the sum is rounded, so the whole R is sent |
+  from summed factors. All sites get the whole R, in one message which the plan names, and keep no copy |
 | `aggregate.rule = "median"` | (2) and the sum in (3) are the medians of A, of B and of the products |
 | `fedveil audit` | the broadcasts reveal R, so a site's initial and trained models are known exactly |
 | `final/` | one higher-rank pair per layer; the rank is at most the smaller of the layer's widths |
@@ -103,12 +103,17 @@ class FedExLoRA(WeightAveragingMethod):
 
     @property
     def sends_same_broadcast(self) -> bool:
-        """Return False: a site that already has the residual gets only its last change."""
-        return False
+        """Return True: under secure aggregation every site gets the whole residual."""
+        return True
 
     @property
     def keeps_private_state(self) -> bool:
-        """Return True: the residual stays at the site."""
+        """Return True: in a run without secure aggregation, the residual stays at the site."""
+        return True
+
+    @property
+    def has_bound_broadcast(self) -> bool:
+        """Return True: under secure aggregation no site keeps the residual."""
         return True
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
@@ -124,7 +129,7 @@ class FedExLoRA(WeightAveragingMethod):
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
         """Apply eq. 1, send both factors, and keep R_t, because the server later sends only changes to it."""
-        new_state, pairs = residual_aggregation.client_upload(private, down, trainer, payload_tensors(down), {})
+        new_state, pairs = residual_aggregation.client_upload(private, down, trainer, payload_tensors(down), {}, ctx)
         return new_state, Payload(self._uploads.sent(pairs))
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:

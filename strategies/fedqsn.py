@@ -24,8 +24,8 @@ A client shares: the change that training made to the received proxy. A client k
 model and sends only a proxy, with some columns missing and the rest rounded to a few levels.
 
 The client learns: its proxies, and so which columns are missing; over the rounds it sees all columns that the server
-does not mask. Under secure aggregation it gets the seeds of all the round's masks, and so the positions of all
-missing columns, though not their weights.
+does not mask. Under secure aggregation it gets the seeds of the round's masks, and so the positions of all missing
+columns, though not their weights.
 The server learns: each client's update of the visible columns, in full.
 
 Formal guarantees: none (epsilon is infinite). By construction:
@@ -39,9 +39,8 @@ Formal guarantees: none (epsilon is infinite). By construction:
 | output head | a tied head is the same tensor as the embedding, so it has its mask; an untied head gets the same mask |
 | an upload that names columns the client did not receive | server-masked columns are never counted |
 | no upload | nothing changes |
-| secure aggregation, a cohort below 20 | one M^c for all sites, drawn in each round. All sites get the same message,
-  which the plan names, and a site refuses a table with several masks |
-| secure aggregation, a column that too few sites in the cohort see | no site gets or sends it in this round |
+| secure aggregation | one M^c for all sites, drawn in each round. All sites get the same message, which the plan
+  names, and send the same columns; a site refuses a table with several masks |
 | a tensor of more than two axes without a known location (fused experts) | ConfigError: it would be sent unprotected |
 
 Differences from the paper: the paper's code sends all weights and masks activations on the client; here the weights,
@@ -53,9 +52,8 @@ W_0 is a public checkpoint, it is not hidden.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast, final
 
 import torch
@@ -78,7 +76,6 @@ from fedveil.wire.payloads import WireDtype, as_spec, lazy_spec
 __all__ = ["FedQSN"]
 
 _VISIBLE = "visible."  # prefix on the wire of a layer's column mask, one bit per column
-_LEAST_OWN_MASKS = 20  # sites in a cohort; with fewer sites, individual masks would drop up to half of the columns
 
 
 @final
@@ -191,12 +188,8 @@ class FedQSN(Method):
 
     @property
     def sends_same_broadcast(self) -> bool:
-        """Return False: each site gets a proxy with its own mask."""
-        return False
-
-    def sends_same_broadcast_in(self, entries: EntryTable | None) -> bool:
-        """Return whether the round has one M^c for all sites."""
-        return entries is not None and len(set(entries.seeds.values())) == 1
+        """Return True: under secure aggregation a round has one M^c for all sites."""
+        return True
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """Return W_0 with its tensors' locations. Raises ConfigError if linear layers are missing or fused."""
@@ -213,36 +206,29 @@ class FedQSN(Method):
         return FederatedState(dict(weights), {"places": {n: asdict(t.place) for n, t in spec.items() if t.place}})
 
     def plan_entries(self, spec: Spec, cohort: Sequence[str], fewest: int, ctx: RoundContext) -> EntryTable:
-        """Return the seeds of M^s and of each site's M^c; a small cohort shares one M^c, drawn for the round."""
-        draws = {site: replace(ctx, client=site if len(cohort) >= _LEAST_OWN_MASKS else "") for site in cohort}
+        """Return the seeds of M^s and of the one M^c that all sites share, drawn for the round."""
         return EntryTable(
-            seeds={site: draw.rng("client mask").key.hex() for site, draw in draws.items()},
+            seeds=dict.fromkeys(cohort, ctx.rng("client mask").key.hex()),
             common_seed=_server_mask_stream(ctx.secret).key.hex(),
             fewest=fewest,
         )
 
     def _planned(self, veil: MaskedWeightsCodec, table: EntryTable, site: str) -> dict[str, Tensor]:
-        """Return a site's M^s o M^c, without the columns that fewer than `fewest` sites in the table see.
+        """Return the round's M^s o M^c. Raises WireError for a table without one seed for all sites, this one included.
 
-        Raises WireError for a table without a seed for this site.
+        With one mask, every site sends the same entries and gets the same message, which the plan names. The codes of a
+        column depend on the other columns in its blocks, so sites with different masks could not compare them.
         """
         if site not in table.seeds:
             raise WireError("entries: expected a seed for this site, to compute its columns from, found none")
-        if len(table.seeds) < _LEAST_OWN_MASKS and not self.sends_same_broadcast_in(table):
+        if len(set(table.seeds.values())) > 1:
             raise WireError(
-                f"entries: expected one seed for all {len(table.seeds)} sites of a cohort below {_LEAST_OWN_MASKS}, "
-                "found several: with one, all sites get the same message, which the plan names"
+                f"entries: expected one seed for all {len(table.seeds)} sites, found several: with one, all sites get "
+                "the same message, which the plan names"
             )
+        stream = RandomStream(bytes.fromhex(table.seeds[site]))
         shown = self._shown_of(veil, RandomStream(bytes.fromhex(table.common_seed)))
-        counts = {layer: torch.zeros(len(mask), dtype=torch.int32) for layer, mask in shown.items()}
-        own: dict[str, Tensor] = {}
-        for seed, times in Counter(table.seeds.values()).items():
-            stream = RandomStream(bytes.fromhex(seed))
-            visible = {layer: self._visible(mask, stream) for layer, mask in shown.items()}
-            for layer, mask in visible.items():
-                counts[layer] += times * mask
-            own = visible if seed == table.seeds[site] else own
-        return {layer: mask & (counts[layer] >= table.fewest) for layer, mask in own.items()}
+        return {layer: self._visible(mask, stream) for layer, mask in shown.items()}
 
     def _shown(self, veil: MaskedWeightsCodec, secret: bytes) -> dict[str, Tensor]:
         """Return M^s by layer; it is the same for every client and round."""

@@ -42,7 +42,8 @@ keep.
 | a site in the last sums | gets factors of D, of rank at most sum_k r_k, or the whole R if that is no larger |
 | an upload with a different rank than the site's | refused |
 | secure aggregation | a site's vector includes B_k A_k, d_out x d_in per layer. A rank that too few sites in the cohort
-  have is neither trained nor sent in that round, because it would show in the sum |
+  have is neither trained nor sent in that round, because it would show in the sum. All sites get the whole R, in one
+  message which the plan names, and keep no copy |
 | `fedveil audit` | the broadcasts reveal R and A_t, so a site's initial and trained models are known exactly |
 | the same under secure aggregation | only products are summed; the audit skips attacks on gradients and says why |
 | `final/` | one pair per layer with the rank of R, at most the smaller of the layer's widths |
@@ -107,12 +108,17 @@ class FLoRA(HeterogeneousRankMethod):
 
     @property
     def sends_same_broadcast(self) -> bool:
-        """Return False: a site that already has the residual gets only its last change."""
-        return False
+        """Return True: under secure aggregation every site gets the whole residual."""
+        return True
 
     @property
     def keeps_private_state(self) -> bool:
-        """Return True: the residual stays at the site."""
+        """Return True: in a run without secure aggregation, the residual stays at the site."""
+        return True
+
+    @property
+    def has_bound_broadcast(self) -> bool:
+        """Return True: under secure aggregation no site keeps the residual."""
         return True
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
@@ -134,7 +140,7 @@ class FLoRA(HeterogeneousRankMethod):
         zero = {name: torch.zeros(tensor.shape) for name, tensor in parse_factor_name(spec, "B").items()}
         pairs = heterogeneous_ranks.pad_to_rank(heterogeneous_ranks.cut_to_rank({**drawn, **zero}, rank), spec)
         new_state, trained_pairs = residual_aggregation.client_upload(
-            private, down, trainer, pairs, heterogeneous_ranks.rows_beyond(spec, rank)
+            private, down, trainer, pairs, heterogeneous_ranks.rows_beyond(spec, rank), ctx
         )
         return new_state, Payload(self._uploads.sent(heterogeneous_ranks.cut_to_rank(trained_pairs, rank)))
 

@@ -43,7 +43,8 @@ Formal guarantees: none by itself (epsilon is infinite); with `dp.*`, see `fedve
 | weights "norm", a site that makes its factors large | has proportionally more weight: set `cohort.max-norm-ratio` |
 | weights "norm" under secure aggregation | the site refuses: secure weights are whole numbers of examples |
 | an upload with a different rank than the site's | refused; with `pruning`, refused above the site's first rank |
-| secure aggregation | a rank that too few sites in the cohort have is neither trained nor sent in that round |
+| secure aggregation | a rank that too few sites in the cohort have is neither trained nor sent in that round. All
+  sites get the largest rank that is left, in one message which the plan names, and each trains its own ranks |
 
 Differences from the paper: a row of A and column of B that no client in the cohort has stay unchanged. By (3) they
 would become 0, and once both are 0, neither ever has a gradient. The paper weights by "norm". Here the default is
@@ -158,8 +159,8 @@ class HetLoRA(HeterogeneousRankMethod):
 
     @property
     def sends_same_broadcast(self) -> bool:
-        """Return whether all sites have the same rank."""
-        return not (self.ranks or self.pruning)
+        """Return True: under secure aggregation all sites get the largest rank, of which each trains its own."""
+        return True
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """Return (A, B) at the largest rank, drawn once for all clients."""
@@ -171,8 +172,8 @@ class HetLoRA(HeterogeneousRankMethod):
         return ranks.get(ctx.site, self.rank_in_round(ctx.site, ctx))
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
-        """Return the factors for a client of this rank (eq. 1)."""
-        rank = self._current_rank(server, ctx)
+        """Return the factors for a client of this rank (eq. 1); under secure aggregation, of the largest rank."""
+        rank = self.largest_rank_in_round(ctx) if ctx.in_secure_sum else self._current_rank(server, ctx)
         return Payload(cast_to(heterogeneous_ranks.cut_to_rank(server.tensors, rank), self.wire_dtype))
 
     def client(
@@ -182,8 +183,10 @@ class HetLoRA(HeterogeneousRankMethod):
         rank, spec = self.rank_in_round(ctx.site, ctx), trainer.spec
         if self.pruning:
             rank = min(rank, heterogeneous_ranks.rank_of_upload(down))
-        heterogeneous_ranks.check_upload(down, rank, ctx.site, self.adapter.rank)
-        start = as_spec(self.starting_weights(payload_tensors(down), spec), spec)
+        sent = self.largest_rank_in_round(ctx) if ctx.in_secure_sum else rank
+        heterogeneous_ranks.check_upload(down, sent, ctx.site, self.adapter.rank)
+        received = heterogeneous_ranks.cut_to_rank(payload_tensors(down), rank)
+        start = as_spec(self.starting_weights(received, spec), spec)
         fewer = max(1, int(self.pruning_factor * rank))
         shrink = _tail_penalty(self.pruning, fewer) if self.pruning and fewer < rank else None
         trained = trainer.train(start, heterogeneous_ranks.rows_beyond(spec, rank), shrink).weights

@@ -186,6 +186,12 @@ class HeterogeneousRankMethod(WeightAveragingMethod):
             )
         return max(ranks)
 
+    def largest_rank_in_round(self, ctx: RoundContext) -> int:
+        """Return the largest rank that any site trains in a round, from the table under secure aggregation."""
+        if ctx.entries is None:
+            return self.adapter.rank
+        return max(end for slices in ctx.entries.slices.values() for _, end, _ in slices)
+
     def plan_entries(self, spec: Spec, cohort: Sequence[str], fewest: int, ctx: RoundContext) -> EntryTable:
         """Return the table of ranks that at least `fewest` sites in the cohort have; nothing is drawn at random."""
         names = self.aggregate_shapes(spec, ctx.round)

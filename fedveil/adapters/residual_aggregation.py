@@ -10,19 +10,19 @@ order. Both then hold the same entries, except for rounding differences between 
 |---|---|---|
 | "start" | all sites, while R is zero | nothing |
 | "step" | a site whose upload was in the last sums | U (d_out x k) and V (k x d_in) for each layer, of any rank k |
-| "whole" | any other site, or all sites if D has no such factors | R, dense |
+| "whole" | any other site; all sites if D has no such factors, or under secure aggregation | R, dense |
 
 U V equals D to within 1e-6 of the norm of the averaged values. It is computed with a sketch, and its error is measured
 (`low_rank.factor_pair`). U V itself is then added to R, so that server and sites agree. k is at most the sum of the
 ranks sent, plus the rank of one more pair if the new pairs are rounded. It is also at most `_most`, the largest rank at
-which the factors have no more entries than D. A median of products has full rank, and so does a secure sum, because it
-is rounded: the server then sends the whole R. R and the factors are fp32 for any wire dtype, because they accumulate
-over the run.
+which the factors have no more entries than D. A median of products has full rank: the server then sends the whole R.
+Under secure aggregation all sites get the whole R, so that the plan can name the one message, and keep none. R and the
+factors are fp32 for any wire dtype, because they accumulate over the run.
 
 | memory | bytes per layer |
 |---|---|
 | the server's state, and its checkpoint | R, and space for U and V: at most twice 4 d_out d_in |
-| a site's private state | R: 4 d_out d_in |
+| a site's private state | R: 4 d_out d_in; none under secure aggregation |
 | the sums of a round | the mean product: 4 d_out d_in, however many sites there are |
 """
 
@@ -72,12 +72,15 @@ def server_model(server: FederatedState) -> dict[str, Tensor]:
 
 
 def make_broadcast(server: FederatedState, pairs: Mapping[str, Tensor], ctx: RoundContext) -> Payload:
-    """Return a broadcast with `pairs` in wire form, and the part of R that the client lacks."""
+    """Return a broadcast with `pairs` in wire form, and the part of R that the client lacks.
+
+    Under secure aggregation every site gets the whole R, so that all get the same message.
+    """
     r = residual_names(server_model(server))
     if not any(bool(tensor.any()) for tensor in r.values()):
         return Payload(dict(pairs), "start")
     holders = cast("Sequence[str]", server.scalars["holders"])
-    if ctx.is_new or ctx.client not in holders or not bool(server.tensors[_KNOWN]):
+    if ctx.in_secure_sum or ctx.is_new or ctx.client not in holders or not bool(server.tensors[_KNOWN]):
         return Payload({**pairs, **r}, "whole")
     sent = dict(pairs)
     for name, left in server.tensors.items():
@@ -117,13 +120,30 @@ def _change(found: Weights, module: str) -> Tensor:
 
 
 def client_upload(
-    private: FederatedState | None, down: Payload, trainer: Trainer, pairs: Mapping[str, Tensor], frozen: Weights
-) -> tuple[FederatedState, dict[str, Tensor]]:
-    """Train local epochs from `pairs` with the received R frozen; return the site's new state and its trained pairs."""
+    private: FederatedState | None,
+    down: Payload,
+    trainer: Trainer,
+    pairs: Mapping[str, Tensor],
+    frozen: Weights,
+    ctx: RoundContext,
+) -> tuple[FederatedState | None, dict[str, Tensor]]:
+    """Train local epochs from `pairs` with the received R frozen; return the site's new state and its trained pairs.
+
+    Under secure aggregation the site trains from nothing but the broadcast, and keeps no state.
+
+    Raises:
+        WireError: under secure aggregation, the broadcast has only the last change to R.
+    """
+    if ctx.in_secure_sum and down.variant == "step":
+        raise WireError(
+            "variant: expected the whole residual under secure aggregation, which all sites get alike, found its last "
+            "change"
+        )
     spec, r = trainer.spec, apply_broadcast(private, down, trainer.spec)
     frozen_masks = {**frozen, **{name: torch.tensor(True) for name in r}}
     begun = {name: r[name] if name in r else pairs[name].to(tensor.dtype) for name, tensor in spec.items()}
-    return FederatedState(r), factor_names(trainer.train(begun, frozen_masks).weights)
+    trained = factor_names(trainer.train(begun, frozen_masks).weights)
+    return None if ctx.in_secure_sum else FederatedState(r), trained
 
 
 def factor_products(pairs: Weights, weight: float) -> Iterator[Contribution]:

@@ -90,7 +90,7 @@ def _server_trusted(attempts: Sequence[Mapping[str, Any]], config: RunConfig, me
     if not config.secure.enabled:
         return [*sentences, "With every single upload: only the method itself keeps the server from attacking one."]
     noted = (attempt["unseen"] for attempt in attempts if attempt.get("unseen"))
-    bound = method.sends_same_broadcast and not method.keeps_private_state
+    bound = method.has_bound_broadcast
     claim = weakest_adversary(
         noted, config.secure.min_sites, method.has_single_site_entries, bound, method.plans_entries
     )

@@ -266,7 +266,7 @@ def not_protected(method: Method, config: RunConfig, attempts: Sequence[Mapping[
             "every "
             "site's policy requires secure aggregation, names the roster of signing keys and admits only known code."
         )
-        if method.keeps_private_state or not method.sends_same_broadcast:
+        if not method.has_bound_broadcast:
             sentences.append(BROADCASTS)
     if unsigned := _unsigned(attempts):
         sentences.append(unsigned)

@@ -7,8 +7,7 @@ before it trains. The table is not secret. It has one of two forms:
 | form | says | methods |
 |---|---|---|
 | `blocks` | the sites that send each block: a name of the vector, or a slice `name[first:end]` of its ranks or columns | FedRand, HetLoRA, FLoRA |
-| `seeds` | a seed per site, from which all parties compute which columns each site sees; no site sends a column that
-  fewer than `fewest` sites see | FedQSN |
+| `seeds` | a seed per site, from which all parties compute which columns each site sees | FedQSN, with one seed for all |
 
 In a cohort of m sites, a sum has at least max(q, least) sites (q: `secagg.plan.quorum_of`). So if at least
 least + m - max(q, least) sites in the cohort send a block, every sum includes the block from at least `least` sites.

@@ -87,6 +87,7 @@ class RoundContext:
             device.
         entries: the entries that each site sends under secure aggregation; None in the clear, or if the method does
             not plan entries.
+        in_secure_sum: True under secure aggregation, where a method should send all sites the same message.
     """
 
     round: int
@@ -98,6 +99,7 @@ class RoundContext:
     noise_in_sum: bool = False
     device: torch.device | None = None
     entries: EntryTable | None = field(default=None, repr=False)
+    in_secure_sum: bool = False
 
     @property
     def site(self) -> str:
@@ -197,19 +199,21 @@ class Method(ABC):
 
     @property
     def sends_same_broadcast(self) -> bool:
-        """Return whether every site in an attempt gets the same message.
+        """Return whether every site in an attempt gets the same message under secure aggregation.
 
-        If so, `broadcast` does not read the client in `ctx` or `ctx.is_new`, or draw from its streams, and secure
-        aggregation binds the message: a site that received a different message is not in the same sum.
+        If so, with `ctx.in_secure_sum`, `broadcast` does not read the client in `ctx` or `ctx.is_new`, or draw from its
+        streams, and secure aggregation binds the message: a site that received a different message is not in the same
+        sum.
         """
         return True
 
-    def sends_same_broadcast_in(self, entries: EntryTable | None) -> bool:
-        """Return whether every site gets the same message in a round with this table of entries.
+    @property
+    def has_bound_broadcast(self) -> bool:
+        """Return whether, under secure aggregation, a site trains from nothing but a message that all sites get.
 
-        For some methods this holds only in some rounds, such as FedQSN's rounds with one mask for all sites.
+        A server that lies then cannot give the sites of one sum different starting points.
         """
-        return self.sends_same_broadcast
+        return self.sends_same_broadcast and not self.keeps_private_state
 
     @property
     def keeps_private_state(self) -> bool:

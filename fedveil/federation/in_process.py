@@ -255,7 +255,14 @@ class InProcessFederation:
     def _context(self, round_: int, site: str, secret_: bytes, entries: EntryTable | None = None) -> RoundContext:
         is_new, in_sum = site not in self.participated, self.config.secure.noise == "sum"
         return RoundContext(
-            round_, site, is_new, secret_, self.config.run.deterministic, noise_in_sum=in_sum, entries=entries
+            round_,
+            site,
+            is_new,
+            secret_,
+            self.config.run.deterministic,
+            noise_in_sum=in_sum,
+            entries=entries,
+            in_secure_sum=self.unseen is not None,
         )
 
     def _turn(

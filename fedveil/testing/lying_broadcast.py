@@ -94,7 +94,7 @@ class _LyingRound:
     def _context(self, site: str) -> RoundContext:
         run = self.config.run
         secret = derive_secret(f"client:{site}", run.seed, run.deterministic)
-        return RoundContext(0, site, True, secret, run.deterministic)
+        return RoundContext(0, site, True, secret, run.deterministic, in_secure_sum=True)
 
     def _digest(self, site: str) -> str:
         parts = self.exchange.packed(self._states[site], self._context(site)).parts

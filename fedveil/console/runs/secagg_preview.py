@@ -76,7 +76,7 @@ class MaskedUploadPreview:
             length,
             tuple(sorted(word.name for word in exchange.layout.scalars if word.direction == "up")),
             exchange.method.has_single_site_entries,
-            exchange.method.sends_same_broadcast and not exchange.method.keeps_private_state,
+            exchange.method.has_bound_broadcast,
             exchange.method.plans_entries,
         )
 

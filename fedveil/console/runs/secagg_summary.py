@@ -84,7 +84,7 @@ def _exceptions(run: RunView) -> tuple[bool | None, bool | None, bool | None]:
         method = strategies.create_from_json(run.method, json.dumps(fields))
     except (ConfigError, KeyError, TypeError):
         return None, None, None
-    bound = method.sends_same_broadcast and not method.keeps_private_state
+    bound = method.has_bound_broadcast
     return method.has_single_site_entries, bound, method.plans_entries
 
 

@@ -12,7 +12,6 @@ from fedveil.client_app.instruction import ClientAssignment
 from fedveil.client_app.policy import run_config_rules, site_policy
 from fedveil.client_app.policy.decisions import check_run
 from fedveil.config import parse
-from fedveil.contract.entry_table import EntryTable
 from fedveil.contract.task import Example
 from fedveil.errors import PolicyError, StateError, WireError
 from fedveil.federation.secagg import crypto
@@ -240,18 +239,14 @@ def test_a_client_round_continues_where_the_named_state_is_here(last, state, tmp
     assert secure_round.round_terms(replace(site, order=order)).state == "none"
 
 
-@pytest.mark.parametrize("masks", [1, 2])
-def test_the_message_is_in_the_plan_where_all_sites_have_one_mask(masks, tmp_path):
+@pytest.mark.parametrize(
+    ("method", "fields", "is_alike"),
+    [("fedqsn", "{}", True), ("hetlora", '{"ranks": {"east": 2}}', True), ("fedper", "{}", False)],
+)
+def test_the_message_is_in_the_plan_where_the_method_sends_one_to_all(method, fields, is_alike, tmp_path):
     site = _site(tmp_path, "", SECURE, "north")
-    seeds = {name: f"{i % masks:064x}" for i, name in enumerate(("east", "north", "south"))}
-    table = EntryTable(seeds=seeds, common_seed="0" * 64, fewest=3).to_text()
-    terms = secure_round.round_terms(
-        replace(site, order=replace(site.order, method="fedqsn", fields="{}", entries=table))
-    )
-    assert terms.is_alike == (masks == 1)
-    with pytest.raises(WireError) as caught:
-        secure_round.round_terms(replace(site, order=replace(site.order, method="fedqsn", fields="{}", entries="{}")))
-    assert caught.value.rule == "T8"
+    terms = secure_round.round_terms(replace(site, order=replace(site.order, method=method, fields=fields)))
+    assert terms.is_alike == is_alike
 
 
 def test_the_boot_id_is_the_machine_s_and_one_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):

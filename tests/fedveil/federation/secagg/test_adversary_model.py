@@ -22,6 +22,7 @@ from fedveil.federation.secagg.adversary_model import (
 )
 from fedveil.federation.secagg.plan import AttemptPlan
 from fedveil.federation.secagg.plan_checks import SiteRequirements
+from fedveil.testing.lying_server_search import claimed_honest_sites, claimed_in_round
 
 ROSTER = f"sha256:{'ab' * 32}"
 
@@ -85,7 +86,7 @@ def accepted(demands: SiteRequirements, most: int):
                     plan_checks.require_numbers(plan, demands)
                 except FedVeilError:
                     continue
-                yield m, c, q, t, max(q, least), neighbours
+                yield plan, neighbours
 
 
 @pytest.mark.parametrize(
@@ -101,13 +102,24 @@ def test_what_holds_against_a_liar_is_the_least_of_all_plans_that_a_site_accepts
     honest sites. A plan for more colluding sites is no weaker."""
     plans = list(accepted(demands, 9))
     bounds = [
-        min(2 * q - m - 1, t - 1, least - 2, *([c] if neighbours else [])) for m, c, q, t, least, neighbours in plans
+        min(
+            2 * plan.quorum - len(plan.members) - 1,
+            plan.threshold - 1,
+            plan.least_in_sum - 2,
+            *([plan.colluding] if neighbours else []),
+        )
+        for plan, neighbours in plans
     ]
     found = EnforcedBounds.from_requirements(demands)
     assert found is not None
     assert found.colluding == min(bounds) == demands.colluding
-    assert found.least == min(least for _, _, _, _, least, _ in plans)
-    assert found.quorum == min(q for _, _, q, _, _, _ in plans)
+    assert found.least == min(plan.least_in_sum for plan, _ in plans)
+    assert found.quorum == min(plan.quorum for plan, _ in plans)
+    # The search for attacks (test_lying_server.py) takes the same numbers for the claim.
+    honest = min(claimed_honest_sites(plan, demands.colluding) for plan, _ in plans)
+    in_a_round = min(claimed_in_round(plan, demands.colluding) for plan, _ in plans)
+    assert f"each sum has at least {honest} honest sites, and all sums of a round together" in found.words
+    assert f"reveal nothing about fewer than {in_a_round} (" in found.words
 
 
 @pytest.mark.parametrize(
