@@ -113,7 +113,16 @@ def draw_samples(
 def site_members(
     source: AuditDataSource, config: RunConfig, task: Task, asked: Sequence[str], took_part: Sequence[str]
 ) -> dict[str, Examples]:
-    """Return each participating site's training examples; shares are assigned to the run's sites in name order."""
+    """Return each participating site's training examples; shares are assigned to the run's sites in name order.
+
+    Raises ConfigError if the sites held out examples, because only they know which.
+    """
+    if config.held_out_key:
+        raise ConfigError(
+            f"{config.held_out_key}: expected a run whose sites train on all their examples, for an audit, found "
+            f"{config.held_out_fraction:g}: only a site knows which of its examples it held out; leave it out, and run "
+            "again"
+        )
     if source.sites:
         if unknown := sorted(set(source.sites) - set(took_part)):
             raise ConfigError(f"--site: expected a site of the run ({', '.join(took_part)}), found {unknown[0]}")

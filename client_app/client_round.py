@@ -51,6 +51,7 @@ class SiteData:
             one.
         data_set: id of the data set; "" if no example is held out.
         units: rows of each unit; None if each row is a unit.
+        note: how many examples are held out, for the site's own records; "" if the run requests none.
     """
 
     prepared: PreparedData
@@ -58,6 +59,7 @@ class SiteData:
     refusal: int = 0
     data_set: str = ""
     units: UnitRows | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from fedveil.client_app.state.held_out_record import HeldOutRecord
 from fedveil.client_app.state.withdrawn_units import WithdrawalRecord, WithdrawnUnits
 from fedveil.client_app.trainer_stack import build_trainer, why_counts_stay
 from fedveil.contract.codec import Buffer
+from fedveil.contract.held_out_report import NOT_PERMITTED, REFUSALS
 from fedveil.contract.task import DatasetShard, PreparedData, Task, Watch, ignore_progress
 from fedveil.data.reading_notes import collect_notes
 from fedveil.data.split_files import find_split_files
@@ -98,7 +99,7 @@ class ClientSession:
         decisions.check_examples(round_.policy, stack.counter.distinct, stack.counter.least)
         round_.states.save(turn, order.last, private)
         stack.guard.keep()
-        notes = self._rows.notes if self._rows else ()
+        notes = (*(self._rows.notes if self._rows else ()), *([data.note] if data.note else []))
         return ClientRoundResult(parts, load_seconds, data.prepared.counts, notes)
 
     def load_task(self, assignment: ClientAssignment) -> LoadedTask:
@@ -139,11 +140,14 @@ class ClientSession:
         """
         with name_site_columns(round_.assignment.config, round_.assignment.site):
             read = self._prepare(round_, task)
-        part = round_.assignment.config.evaluate.held_out
+        config = round_.assignment.config
+        part = config.held_out_fraction
         if not part or not round_.policy.max_scores:
-            return SiteData(read.prepared, HeldOutSplit(read.prepared.rows, ()), units=read.units)
+            note = f"{config.held_out_key}: {REFUSALS[NOT_PERMITTED]}; no example is held out" if part else ""
+            return SiteData(read.prepared, HeldOutSplit(read.prepared.rows, ()), units=read.units, note=note)
         if self._split is None or self._split[0] is not read or self._split[1] != part:
             self._split = read, part, _split_rows(round_, read.prepared, part)
+            log.info("%s", self._split[2].note)
         return self._split[2]
 
     def _prepare(self, round_: ClientRound, task: Task) -> _PreparedRows:
@@ -193,21 +197,24 @@ def _split_rows(round_: ClientRound, prepared: PreparedData, part: float) -> Sit
     Raises ConfigError or StateError if the record is unreadable, TaskError if the units cannot be found.
     """
     assignment = round_.assignment
-    data, column = Path(assignment.data), assignment.site.unit_column
+    data, column, key = Path(assignment.data), assignment.site.unit_column, assignment.config.held_out_key
     try:
         has_blanks = assignment.config.dp.no_unit == "one"
         units = group_rows(data, "train", column, prepared.origins(), has_blanks) if column else None
     except TaskError as error:
         raise TaskError(
-            f"evaluate.held-out: expected the units of the node config's unit-column, which must not be divided: "
+            f"{key}: expected the units of the node config's unit-column, which must not be divided: "
             f"{error}; or set max-scores = 0 in the policy, so that no example is held out"
         ) from None
     dataset = SiteDataset.from_folder(data, assignment.site.data_set)
-    key = rng.RandomStream.derive(round_.secret, 0, assignment.name, "held out").bytes(32)
+    draw = rng.RandomStream.derive(round_.secret, 0, assignment.name, "held out").bytes(32)
     record = HeldOutRecord.open(assignment.site.state_dir, assignment.name)
-    chosen = record.select_rows(dataset.id, part, key, dataset.relative_origins(prepared.origins()), units)
+    chosen = record.select_rows(dataset.id, part, draw, dataset.relative_origins(prepared.origins()), units)
     split = split_held_out(prepared.rows, chosen.indices, chosen.unscored)
-    return SiteData(prepared, split, chosen.refusal, dataset.id)
+    note = f"{key}: {len(split.held):,} of {len(prepared.rows):,} examples are held out and scored, never trained on"
+    if chosen.refusal:
+        note = f"{key}: {len(chosen.indices):,} examples are held out, without scores: {REFUSALS[chosen.refusal]}"
+    return SiteData(prepared, split, chosen.refusal, dataset.id, note=note)
 
 
 def _leave_out(withdrawn: WithdrawnUnits, own: str, prepared: PreparedData, data: Path) -> PreparedData:

@@ -8,7 +8,7 @@ The table lists them from the outermost to the innermost:
 | GradientsOnlyTrainer over ChargedGradientSource | a guarantee, not deterministic | no uncharged use of an example |
 | ExampleCounter | always | counts the examples used by all of the above |
 | BroadcastGuard | always | refuses first weights that the policy does not permit |
-| HeldOutScoringTrainer | `evaluate.held-out` | scores the received weights; these examples are not counted |
+| HeldOutScoringTrainer | `held_out_key` | scores the received weights; these examples are not counted |
 | RowCountTrainer | unless `why_counts_stay` | reports how many rows were truncated or dropped |
 | UnitTrainer | `dp.unit-column` | replaces rows with units for everything above |
 | the task's trainer | always | trains on the examples that are not held out |
@@ -84,7 +84,7 @@ def build_trainer(
         trainer = UnitTrainer(trainer, data.units, config)
     if data.prepared.counts is not None and not why_counts_stay(round_, loaded.exchange.method):
         trainer = RowCountTrainer(trainer, data.prepared.counts)
-    if config.evaluate.held_out:
+    if config.held_out_fraction:
         trainer = HeldOutScoringTrainer(trainer, data.split.held, lambda: refuse_score(round_, data))
     if assignment.site.policy:
         trainer = ReceivedLossFilter(trainer, round_.policy.report_received_loss)

@@ -500,6 +500,13 @@ class EvaluateConfig(ConfigSection):
     min_delta: float = Field(
         0.0, ge=0, description="minimum change in the metric that patience counts as an improvement"
     )
+    validation_share: float = Field(
+        0.0,
+        ge=0,
+        le=0.5,
+        description="fraction of the examples held out to choose the model if there is no validation split: of "
+        "task.evaluation's test examples or, without task.evaluation, of each site's training examples",
+    )
     held_out: float = Field(
         0.0,
         ge=0,
@@ -668,6 +675,19 @@ class RunConfig(ConfigSection):
     client: ClientConfig = ClientConfig()
     sinks: SinksConfig = SinksConfig()
     run: RunSection = RunSection()
+
+    @property
+    def held_out_key(self) -> str:
+        """Return the key that makes sites hold out training examples; "" if none does."""
+        if self.evaluate.held_out:
+            return "evaluate.held-out"
+        return "evaluate.validation-share" if self.evaluate.validation_share and not self.task.evaluation else ""
+
+    @property
+    def held_out_fraction(self) -> float:
+        """Return the fraction of its training examples that each site holds out, if its policy allows it."""
+        key = self.held_out_key
+        return self.evaluate.held_out or (self.evaluate.validation_share if key else 0.0)
 
     def flat(self) -> dict[str, bool | int | float | str]:
         """Return the config as Flower passes it: {"train.batch-size": 16, ...}."""

@@ -5,21 +5,26 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from fedveil.contract.method import FederatedState
 from fedveil.errors import ConfigError, FedVeilError
 from fedveil.records import process_exit
-from fedveil.server_app import checkpoints
-from fedveil.server_app.evaluation import BestEvaluation, ModelSelection, Scores
+from fedveil.server_app import checkpoints, validation_split
+from fedveil.server_app.evaluation import SITES, BestEvaluation, ModelSelection, Scores, SiteScores
 
 if TYPE_CHECKING:
     from fedveil.config import RunConfig
     from fedveil.contract.method import Method
     from fedveil.server_app.run_folder import RunFolder
+
+
+log = logging.getLogger("fedveil.server")
 
 
 @final
@@ -62,8 +67,24 @@ class BestRoundTracker:
     def scored(self, round_: int, scores: Scores) -> None:
         """Count a round with these scores, {} if it was not scored."""
         self.done = round_
-        if self._choice:
+        if self._choice and not self._choice.by_sites:
             self.best = self.best.after(self._choice, round_, scores)
+
+    def scored_by_sites(self, reports: Mapping[str, Mapping[str, float]]) -> None:
+        """Count the sites' scores in a round's reports, which are of the model after the previous round that counted.
+
+        Call it before `scored` and before the round's checkpoint, because that model's checkpoint may be preserved.
+        The model before round 0 is no candidate. Raises like `keep`.
+        """
+        if self._choice is None or not self._choice.by_sites or self.done < 0:
+            return
+        scores = SiteScores.from_reports(reports)
+        if reason := scores.why_not_comparable(self.best.sites):
+            log.warning("%s: the model of round %d has no score: %s", validation_split.KEY, self.done + 1, reason)
+            return
+        best = replace(self.best, sites=scores.sites)
+        self.best = best.after(self._choice, self.done, {SITES: {self._choice.name: scores.loss}})
+        self.keep()
 
     def keep(self) -> None:
         """Preserve the best round's checkpoint: the last one, or one preserved earlier. Raises like `keep_best`."""
@@ -73,6 +94,11 @@ class BestRoundTracker:
     def replaced(self) -> FederatedState | None:
         """Return the run's final state if it is not the last round's state. Raises StateError."""
         self._kept, best = self.done, self.best.round
+        if self._choice and self._choice.keep and best is None:
+            log.warning(
+                'evaluate.select-model = "best": no round has a score that can decide, so final/ holds the last '
+                "round's model"
+            )
         if self._folder is None or self._choice is None or not self._choice.keep or best in (None, self.done):
             return None
         self._kept = best

@@ -9,32 +9,42 @@
 | a round that is not scored | unchanged; it does not count for evaluate.patience |
 | the model before round 0 | it is scored, but is not a candidate: no site has contributed to it |
 
-If scores make a decision and task.evaluation has a validation split, the decision uses the scores on that split (the
-view VALIDATION). Otherwise it uses the test split, so the chosen model's test scores are better than on new data; the
-log and the record say so.
+If scores make a decision, these examples decide:
 
-The choice costs no privacy: it uses only the server's own data, and models that the server has anyway.
+| `task.evaluation` | evaluate.validation-share | scores of | view or report |
+|---|---|---|---|
+| has a validation split | any | that split | VALIDATION |
+| has none | above 0 | test examples that are held out; see `validation_split` | VALIDATION |
+| has none | 0 | the test split, so its scores are better than on new data; the log and the record say so | "server" |
+| is not set | above 0 | training examples that the sites hold out and report a loss for | SITES |
+| is not set | 0 | refused | |
+
+The server's own data cost no privacy: the server has the models anyway. Sites report as for evaluate.held-out: only
+with their policy's permission, never under a guarantee or with masked uploads. A site scores the model that it
+receives, so the last round's model has no such score and is never selected.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fedveil.config import EvaluateConfig, RunConfig
+from fedveil.contract import held_out_report
 from fedveil.contract.method import FederatedState, Method
 from fedveil.contract.task import Examples, Metrics, Task, TaskMetric
 from fedveil.data import tables
 from fedveil.data.reading_notes import MAX_NOTES, collect_notes
 from fedveil.data.split_files import has_split
 from fedveil.errors import ConfigError, StateError
+from fedveil.server_app.validation_split import KEY, VALIDATION, read_test_split
 
 Scores = dict[str, dict[str, float]]
-VALIDATION = "validation"  # name of a score view: the server's model on the validation split
+SITES = "sites"  # name of the split whose scores decide: training examples that the sites hold out
 log = logging.getLogger("fedveil.server")
 
 
@@ -44,8 +54,8 @@ class ServerEvaluator:
 
     Attributes:
         task: the task with the adapter of the server's model.
-        examples: the test split.
-        validation: the validation split, if there is one and scores make a decision.
+        examples: the test split, without examples that are held out for validation.
+        validation: the validation split or the held-out examples, if there are any and scores make a decision.
         notes: how the data has been read so far; see `fedveil.data.reading_notes`.
         keeps_model: the task also trains, so its model stays in memory after the scores.
     """
@@ -65,16 +75,21 @@ class ServerEvaluator:
             return None
         data, validation = Path(config.task.evaluation), None
         with tables.columns_named_by("task.evaluation"), collect_notes() as notes:
-            examples = task.examples(data, "test")
+            divided = read_test_split(task, config, data)
+            examples = divided.test
             if why := _what_decides(config.evaluate):
-                if has_split(data, VALIDATION):
+                if said := divided.describe():
+                    validation = divided.validation
+                    log.info("%s: %s", why, said)
+                    notes.append(said)
+                elif has_split(data, VALIDATION):
                     validation = task.examples(data, VALIDATION)
                     log.info('%s: the validation split of "%s" decides, %d examples', why, data, len(validation))
                 else:
                     log.warning(
                         '%s: "%s" has no validation split (validation.*, valid, val or dev), so the test split '
-                        "decides, and the chosen model's test scores are better than on new data; add one",
-                        why, data,
+                        "decides, and the chosen model's test scores are better than on new data; add one, or set %s",
+                        why, data, KEY,
                     )  # fmt: skip
             task.require_shared_classes()
         return cls(task, examples, config.evaluate, config.run.rounds, validation, notes, keeps_model)
@@ -116,6 +131,7 @@ class ModelSelection:
         name, metric: identify the deciding score of the server's model.
         keep: end the run with the best round's model.
         patience, min_delta: the values of evaluate.patience and evaluate.min-delta.
+        by_sites: whether the sites' scores on examples that they hold out decide.
     """
 
     name: str
@@ -123,6 +139,7 @@ class ModelSelection:
     keep: bool = True
     patience: int = 0
     min_delta: float = 0.0
+    by_sites: bool = False
 
     @classmethod
     def from_config(cls, config: RunConfig, metrics: Metrics) -> ModelSelection | None:
@@ -141,11 +158,21 @@ class ModelSelection:
                 raise ConfigError(
                     f"evaluate.min-delta: expected 0 without evaluate.patience, found {asked.min_delta:g}; set both"
                 )
+            if asked.validation_share:
+                raise ConfigError(
+                    f'{KEY}: expected 0 unless scores decide (evaluate.select-model = "best" or evaluate.patience), '
+                    f"found {asked.validation_share:g}; leave it out, or set one of them"
+                )
             return None
         why = _what_decides(asked)
         if not config.task.evaluation:
-            raise ConfigError(f"task.evaluation: expected the server's test data with {why}, found none; name a folder")
-        if not asked.every:
+            if not asked.validation_share:
+                raise ConfigError(
+                    f"task.evaluation: expected the server's test data with {why}, found none; name a folder, or set "
+                    f"{KEY}, with which each site holds out examples"
+                )
+            _check_by_sites(config)
+        elif not asked.every:
             raise ConfigError(
                 f"evaluate.every: expected 1 or more with {why}, found 0, which evaluates only the last round"
             )
@@ -154,7 +181,8 @@ class ModelSelection:
                 f'evaluate.generate: expected "always" with evaluate.metric = "{name}", which scores generated '
                 f'texts, found "{asked.generate}"; set it, or choose another metric'
             )
-        return cls(name, metrics[name], asked.select_model == "best", asked.patience, asked.min_delta)
+        by_sites = not config.task.evaluation
+        return cls(name, metrics[name], asked.select_model == "best", asked.patience, asked.min_delta, by_sites)
 
     def gain(self, before: float, now: float) -> float:
         """Return how much better `now` is than `before`; negative if it is worse."""
@@ -170,7 +198,8 @@ class BestEvaluation:
         value: the score of that model.
         reference: the score that the next improvement must exceed by evaluate.min-delta.
         waited: number of consecutive evaluations without such an improvement.
-        split: the split whose scores decide: VALIDATION or "test".
+        split: the split whose scores decide: VALIDATION, SITES or "test".
+        sites: with SITES, the sites whose scores were averaged.
     """
 
     round: int | None = None
@@ -178,20 +207,24 @@ class BestEvaluation:
     reference: float = math.nan
     waited: int = 0
     split: str = "test"
+    sites: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> BestEvaluation:
         """Return the best evaluation in a checkpoint, or the initial one if the checkpoint has none."""
+        split, sites = str(saved.get("split", "test")), tuple(map(str, saved.get("sites", ())))
         if saved.get("round") is None:
-            return cls(waited=int(saved.get("waited", 0)), split=str(saved.get("split", "test")))
-        numbers = float(saved["value"]), float(saved["reference"]), int(saved["waited"])
-        return cls(int(saved["round"]), *numbers, str(saved.get("split", "test")))
+            return cls(waited=int(saved.get("waited", 0)), split=split, sites=sites)
+        return cls(
+            int(saved["round"]), float(saved["value"]), float(saved["reference"]), int(saved["waited"]), split, sites
+        )
 
     def saved(self) -> dict[str, Any]:
         """Return the values for a checkpoint, as numbers that JSON can represent."""
         return {
             "round": self.round, "value": None if self.round is None else self.value,
             "reference": None if self.round is None else self.reference, "waited": self.waited, "split": self.split,
+            "sites": list(self.sites),
         }  # fmt: skip
 
     def after(self, choice: ModelSelection, round_: int, scores: Mapping[str, Mapping[str, float]]) -> BestEvaluation:
@@ -200,10 +233,10 @@ class BestEvaluation:
         Raises:
             StateError: earlier rounds were scored on a different split, so the scores cannot be compared.
         """
-        server_scores = scores.get(VALIDATION) or scores.get("server")
+        split = next((name for name in (SITES, VALIDATION) if scores.get(name)), "test")
+        server_scores = scores.get("server" if split == "test" else split)
         if not server_scores:
             return self
-        split = VALIDATION if scores.get(VALIDATION) else "test"
         if self.split != split and (self.round is not None or self.waited):
             raise StateError(
                 f"task.evaluation: expected the {self.split} split to decide, as in earlier rounds, found that the "
@@ -213,7 +246,7 @@ class BestEvaluation:
         if not math.isfinite(now):
             return replace(self, waited=self.waited + 1, split=split)
         if self.round is None:
-            return BestEvaluation(round_, now, now, split=split)
+            return BestEvaluation(round_, now, now, split=split, sites=self.sites)
         gain = choice.gain(self.reference, now)
         improved = gain > 0 and gain >= choice.min_delta
         best = replace(self, round=round_, value=now) if choice.gain(self.value, now) > 0 else self
@@ -238,6 +271,52 @@ class BestEvaluation:
             return {}
         about = {"round": self.round, "metric": choice.name, "value": self.value, "kept": choice.keep}
         return {"best": {**about, "split": self.split}}
+
+
+@dataclass(frozen=True)
+class SiteScores:
+    """One round's scores of the model that the sites received, on examples that they hold out.
+
+    Attributes:
+        sites: the sites with a score, sorted.
+        loss: their mean loss, weighted by the number of held-out examples; NaN without sites.
+    """
+
+    sites: tuple[str, ...]
+    loss: float
+
+    @classmethod
+    def from_reports(cls, reports: Mapping[str, Mapping[str, float]]) -> SiteScores:
+        """Return the scores in a round's reports, by site."""
+        scored = {site: report for site, report in reports.items() if held_out_report.LOSS in report}
+        rows = {site: report[held_out_report.ROWS] for site, report in scored.items()}
+        total = sum(report[held_out_report.LOSS] * rows[site] for site, report in scored.items())
+        return cls(tuple(sorted(scored)), total / sum(rows.values()) if scored else math.nan)
+
+    def why_not_comparable(self, earlier: Collection[str]) -> str:
+        """Explain why this score cannot be compared with those of the sites `earlier`; "" if it can."""
+        if not self.sites:
+            return "no site reported a score; the sites' logs and the reports say why (max-scores in their policies)"
+        if earlier and set(earlier) != set(self.sites):
+            return f"the sites {', '.join(self.sites)} reported scores, and {', '.join(earlier)} did before"
+        return ""
+
+
+def _check_by_sites(config: RunConfig) -> None:
+    """Raise ConfigError for a run in which scores of the sites cannot decide."""
+    asked, why = config.evaluate, f"{KEY} and no task.evaluation"
+    expected = {
+        "evaluate.metric": ("loss", asked.metric, "which is all that sites report"),
+        "evaluate.held-out": (0.0, asked.held_out, "because both hold out training examples"),
+        "evaluate.every": (1, asked.every, "because sites score every model that they receive"),
+        "cohort.fraction": (1.0, config.cohort.fraction, "because the scores of different sites cannot be compared"),
+    }
+    for key, (value, found, because) in expected.items():
+        if found != value:
+            raise ConfigError(
+                f"{key}: expected {value!r} with {why}, {because}, found {found!r}; leave it out, or name the server's "
+                "test data"
+            )
 
 
 def _what_decides(asked: EvaluateConfig) -> str:

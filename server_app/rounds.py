@@ -381,6 +381,7 @@ class RoundLoop:
             self._last = self._last | dict(result.turns)
             scores = self.scores(result.state, record.round) if self.scores else {}
             record = replace(record, weights=state_digest(self.models()), scores=scores)
+            self.course.scored_by_sites(record.reports)
             self.course.scored(record.round, record.scores)
         self.history.append(record)
         below = "lost" if result.is_lost else f"below the quorum of {self.settings.quorum}"

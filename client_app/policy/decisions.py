@@ -154,7 +154,7 @@ def count_round(assignment: ClientAssignment) -> None:
     most = load_policy(assignment.site).max_retries + 1
     bind_run(assignment)
     config = assignment.config
-    open_replay_guard(assignment).count(assignment.order.round, config.run.rounds, most, config.evaluate.held_out)
+    open_replay_guard(assignment).count(assignment.order.round, config.run.rounds, most, config.held_out_fraction)
 
 
 def bind_run(assignment: ClientAssignment) -> None:
@@ -172,7 +172,7 @@ def check_round(assignment: ClientAssignment, most: int) -> None:
     if assignment.flower_run:
         check_flower_run(assignment.site.state_dir, assignment.flower_run, assignment.order.run)
     config = assignment.config
-    open_replay_guard(assignment).check(assignment.order.round, config.run.rounds, most, config.evaluate.held_out)
+    open_replay_guard(assignment).check(assignment.order.round, config.run.rounds, most, config.held_out_fraction)
 
 
 def open_replay_guard(assignment: ClientAssignment) -> ReplayGuard:

@@ -113,6 +113,10 @@ class TableSelection(Sequence[Example]):
         for i in range(0, len(self.at), _AT_ONCE):
             yield from self._read(self.at[i : i + _AT_ONCE])
 
+    def select(self, positions: Sequence[int]) -> TableSelection:
+        """Return the rows at these positions of this selection."""
+        return TableSelection(self._table, self.at[np.asarray(positions, dtype=np.int64)])
+
     def without(self, is_left_out: Callable[[Example], bool]) -> TableSelection:
         """Return the rows for which `is_left_out` is false, in the same order."""
         kept = np.fromiter((not is_left_out(example) for example in self), dtype=bool, count=len(self))

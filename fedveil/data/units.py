@@ -108,6 +108,13 @@ def mark_rows(
     return [marks[each] for each in ids]
 
 
+def read_unit_ids(
+    data: Path, split: str, column: str, origins: Iterable[ExampleOrigin | None], has_blanks: bool = False
+) -> list[str]:
+    """Return the id of each of these rows in its plain form; see `group_rows`. Raises TaskError."""
+    return [_plain(each) for each in _ids_of_rows(data, split, column, origins, has_blanks)]
+
+
 def count_rows(file: Path, column: str, plain: str) -> int:
     """Return the number of rows in a data file whose id has this plain form. Raises TaskError."""
     return sum(_plain(each) == plain for each in read_ids(file, column))

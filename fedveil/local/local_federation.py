@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections import Counter
@@ -19,18 +20,19 @@ from fedveil.config import RunConfig
 from fedveil.console.runs.run_reader import load_run
 from fedveil.contract.method import Method, RoundContext
 from fedveil.contract.param_spec import Weights
-from fedveil.contract.task import DatasetShard, Rows, Task
+from fedveil.contract.task import DatasetShard, Examples, PreparedData, Rows, Task
 from fedveil.contract.trainer import Trainer
 from fedveil.data.units import UnitRows, group_rows_of_run
-from fedveil.errors import ConfigError, StateError
+from fedveil.errors import ConfigError, StateError, TaskError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.in_process import InProcessFederation
 from fedveil.local.config_rules import read_config, require_local
 from fedveil.local.run_recorder import LocalRunRecorder
 from fedveil.runs import AuditOutcome, Run
 from fedveil.sanitize import sanitize
-from fedveil.server_app import checkpoints
+from fedveil.server_app import checkpoints, validation_split
 from fedveil.server_app.run_plan import RunPlan
+from fedveil.training.held_out import HeldOutScoringTrainer, split_held_out
 from fedveil.training.unit_gradients import UnitTrainer
 from fedveil.wire.capture import MessageCapture
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalFederation"]
 
+log = logging.getLogger("fedveil.data")
 _SPLIT = "local-"  # name prefix of sites that divide task.data
 
 
@@ -108,9 +111,11 @@ class LocalFederation:
         rows = _rows(task, run_config, folders)
 
         def trainer_for(site: str, ctx: RoundContext) -> Trainer:
-            of_site, units = rows[site]
-            trainer = task.trainer(of_site, ctx.rng("batches"), round_=ctx.round)
-            return trainer if units is None else UnitTrainer(trainer, units, run_config)
+            of_site = rows[site]
+            trainer = task.trainer(of_site.trained, ctx.rng("batches"), round_=ctx.round)
+            if of_site.units is not None:
+                trainer = UnitTrainer(trainer, of_site.units, run_config)
+            return HeldOutScoringTrainer(trainer, of_site.held, lambda: 0) if of_site.held else trainer
 
         state = method.init(task.spec, plan.initial_weights(), rng.initial_stream(run.seed, "method init"))
         exchange = MessageExchange(method, run_config.method.name, task.spec)
@@ -172,7 +177,8 @@ class LocalFederation:
         Args:
             data: folder or file of rows.
             site: the site whose own model to score, if sites keep models, or None for the server's model.
-            split: the split of the folder to score.
+            split: the split of the folder to score. Under evaluate.validation-share, rows like those that choose the
+                model are left out of "test", and are "validation" in a folder without such a split.
             generate: whether to generate text, which takes longer.
 
         Raises:
@@ -190,7 +196,8 @@ class LocalFederation:
             )
         task = self._recorder.server_task if site is None else self.task  # under FedSP the sites train a proxy
         weights = {name: views[view][name] for name in task.spec}
-        return task.evaluate(weights, task.examples(Path(data).expanduser(), split), generate)
+        divided = validation_split.read_test_split(task, self.config, Path(data).expanduser(), split)
+        return task.evaluate(weights, divided.test, generate)
 
     @property
     def results(self) -> Run:
@@ -286,6 +293,15 @@ class LocalFederation:
         return results.audit(data, sites, non_members, max_rows, seed, minutes, canaries, device, say)
 
 
+@dataclass(frozen=True)
+class _SiteRows:
+    """A site's prepared rows: those to train on, with their units, and those held out for validation."""
+
+    trained: Rows
+    units: UnitRows | None = None
+    held: Rows = ()
+
+
 def _folders(config: RunConfig, sites: Mapping[str, str | Path] | int) -> dict[str, Path]:
     """Return each site's folder. Raises ConfigError if there are no sites, or no task.data to divide."""
     if not isinstance(sites, int):
@@ -314,16 +330,42 @@ def _members(folders: Mapping[str, Path]) -> tuple[Path | None, Mapping[str, Pat
     return None, folders
 
 
-def _rows(task: Task, config: RunConfig, folders: Mapping[str, Path]) -> dict[str, tuple[Rows, UnitRows | None]]:
-    """Return each site's prepared rows with their units. A folder named by several sites is divided among them."""
+def _rows(task: Task, config: RunConfig, folders: Mapping[str, Path]) -> dict[str, _SiteRows]:
+    """Return each site's prepared rows. A folder named by several sites is divided among them.
+
+    Raises TaskError if evaluate.validation-share leaves a site no row to train on or none to hold out.
+    """
     shared, used = Counter(folders.values()), Counter[Path]()
-    site_examples = dict[str, tuple[Rows, UnitRows | None]]()
+    site_examples = dict[str, _SiteRows]()
     for name, folder in folders.items():
         share = DatasetShard(used[folder], shared[folder]) if shared[folder] > 1 else None
         prepared = task.prepare(folder, "train", share)
-        site_examples[name] = prepared.rows, group_rows_of_run(config, prepared, folder, share)
+        units = group_rows_of_run(config, prepared, folder, share)
+        if config.held_out_fraction:
+            site_examples[name] = _split_rows(task, config, name, prepared, task.examples(folder, "train", share))
+        else:
+            site_examples[name] = _SiteRows(prepared.rows, units)
         used[folder] += 1
     return site_examples
+
+
+def _split_rows(task: Task, config: RunConfig, site: str, prepared: PreparedData, examples: Examples) -> _SiteRows:
+    """Return a site's rows without those that are held out, by the content of their `examples`. Raises TaskError."""
+    origins = [example.origin for example in examples]
+    marks = dict(zip(origins, validation_split.mark_held_out(examples, config), strict=True))
+    held = frozenset(at for at, origin in enumerate(prepared.origins()) if marks[origin])  # a task may drop rows
+    if not 0 < len(held) < len(prepared.rows):
+        raise TaskError(
+            f"{validation_split.KEY}: expected at least one row of the site {site} to hold out and one to train on, "
+            f"found {len(held)} of {len(prepared.rows)} to hold out; add rows, or name the server's test data "
+            "(task.evaluation)"
+        )
+    log.info(
+        "%s: %s of the %s rows of %s are held out", validation_split.KEY, f"{len(held):,}", f"{len(prepared.rows):,}",
+        site,
+    )  # fmt: skip
+    split = split_held_out(prepared.rows, held)
+    return _SiteRows(split.trained, held=split.held)
 
 
 def _progress_bar(is_shown: bool) -> Progress:

@@ -140,6 +140,7 @@ class LocalRunRecorder:
         )  # fmt: skip
         weights = state_digest(federation.models()["server"])
         record = replace(record, weights=weights, scores=self._scores(round_))
+        self.course.scored_by_sites(record.reports)
         self.course.scored(round_, record.scores)
         self.folder.round(record)
         self.next_round = round_ + 1

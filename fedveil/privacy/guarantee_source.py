@@ -155,8 +155,8 @@ def _check_held_out(claim: PrivacyGuarantee | None, config: RunConfig) -> None:
     why = "secure.enabled, which hides every single site's figures" if config.secure.enabled else ""
     if claim is not None:
         why = "a privacy claim, which does not cover figures without noise"
-    if config.evaluate.held_out and why:
+    if (part := config.held_out_fraction) and why:
         raise ConfigError(
-            f"evaluate.held-out: expected 0 with {why}, found {config.evaluate.held_out:g}; leave it out, and score on "
-            "the server's own data (task.evaluation)"
+            f"{config.held_out_key}: expected 0 with {why}, found {part:g}; leave it out, and score on the server's "
+            "own data (task.evaluation)"
         )

@@ -30,6 +30,7 @@ from fedveil.records.atomic_files import fill_folder
 from fedveil.records.tensor_state import load_state
 from fedveil.runs.audit_outcome import AuditOutcome
 from fedveil.runs.round_metrics import bound_epsilon, round_rows
+from fedveil.server_app.validation_split import read_test_split
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -122,7 +123,8 @@ class Run:
 
         Args:
             data: folder or file of examples.
-            split: the split of the folder.
+            split: the split of the folder. Under evaluate.validation-share, examples like those that chose the model
+                are left out of "test", and are "validation" in a folder without such a split.
             generate: whether to generate texts, which takes longer.
             device: "auto", "cpu" or "cuda".
             base: path of the base model on this machine; "" means the run config's task.model.
@@ -131,8 +133,10 @@ class Run:
             StateError: the run has no final model.
             TaskError: the folder, the split or a column is missing.
         """
-        task, weights = final_model.load_final_model(self.folder, base, eval_examples=sys.maxsize).task(device)
-        return task.evaluate(weights, task.examples(Path(data).expanduser(), split), generate)
+        model = final_model.load_final_model(self.folder, base, eval_examples=sys.maxsize)
+        task, weights = model.task(device)
+        divided = read_test_split(task, model.config, Path(data).expanduser(), split)
+        return task.evaluate(weights, divided.test, generate)
 
     def audit(
         self,

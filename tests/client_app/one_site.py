@@ -31,7 +31,7 @@ class Server:
         self.exchange = MessageExchange(method, self.name, self.task.spec)
         self.initial = self.task.initial(rng.initial_stream(parsed.run.seed, "weights"))
         self.turns = client_session.ClientSession()
-        self.looked = 0
+        self.looked, self.notes = 0, ()
 
     def send(self, weights, round_: int = 0) -> bytes:
         ctx = RoundContext(round_, "s", round_ == 0, bytes(32), address=MessageAddress("r"))
@@ -43,6 +43,7 @@ class Server:
         ).exists():  # another message for a round: test_replay_guard.py
             served.write_bytes(write_checksummed(read_checksummed(served.read_bytes()) | {"rounds": [], "of": 0}))
         taken = self.turns.run_round(lambda: self.exchange.broadcast(state, ctx), asked, self._count)
+        self.notes = taken.notes
         return b"".join(taken.parts)
 
     def asked(self, round_: int = 0) -> ClientAssignment:

@@ -40,8 +40,9 @@ def trained_on(monkeypatch) -> list[int]:
 
 
 @pytest.mark.long
-def test_a_site_scores_what_it_received_on_rows_that_it_never_trains_on(tmp_path, trained_on):
-    server = Server(tmp_path, "max-scores = 5", TEXTS, **HALF)
+@pytest.mark.parametrize("key", ["evaluate.held-out", "evaluate.validation-share"])
+def test_a_site_scores_what_it_received_on_rows_that_it_never_trains_on(tmp_path, trained_on, key):
+    server = Server(tmp_path, "max-scores = 5", TEXTS, **{key: 0.5})
     uploads = [server.send(server.initial, round_) for round_ in (0, 1)]
     first, second = map(said, uploads)
     assert first == second  # the same weights, the same rows
@@ -50,6 +51,8 @@ def test_a_site_scores_what_it_received_on_rows_that_it_never_trains_on(tmp_path
     assert trained_on[0] == trained_on[1]
     assert len(held_out_indices) + len(trained_on[0]) == 160
     assert first[held_out_report.ROWS] == len(held_out_indices) >= held_out_report.LEAST_ROWS
+    said_at_site = f"{key}: {len(held_out_indices)} of 160 examples are held out and scored, never trained on"
+    assert said_at_site in server.notes
     task = tasks.load_task(parse(server.flat), strategies.create_method("fedavg", "").adapter, "cpu")
     task.put(server.initial)
     rows = task.encode(task.examples(tmp_path, "train"))
@@ -68,6 +71,7 @@ def test_a_site_scores_what_it_received_on_rows_that_it_never_trains_on(tmp_path
 def test_a_policy_that_does_not_permit_it_is_a_word_and_no_row_is_held_out(tmp_path, trained_on, text):
     server = Server(tmp_path, text, TEXTS, **HALF)
     assert said(server.send(server.initial)) == {held_out_report.REFUSED: held_out_report.NOT_PERMITTED}
+    assert server.notes[-1].endswith("(max-scores); no example is held out")
     assert len(trained_on[0]) == 160
 
 
@@ -217,3 +221,12 @@ def test_the_run_s_rule_for_rows_without_an_id_also_holds_for_held_out_rows(tmp_
     with pytest.raises(TaskError, match="evaluate.held-out"):
         server.send(server.initial)
     assert given == [True]
+
+
+@pytest.mark.long
+def test_a_site_holds_out_nothing_if_the_server_has_examples_of_its_own(tmp_path, trained_on):
+    keys = {"evaluate.validation-share": 0.5, "evaluate.select-model": "best", "task.evaluation": "x"}
+    server = Server(tmp_path, "max-scores = 5", TEXTS, **keys)
+    assert said(server.send(server.initial)) == {}
+    assert [len(rows) for rows in trained_on] == [160]
+    assert server.notes == ()

@@ -12,8 +12,10 @@ from fedveil.client_app.app import app
 from fedveil.config import parse
 from fedveil.console.runs import per_site
 from fedveil.console.runs import run_reader as runs_folder
-from fedveil.contract.task import Example
+from fedveil.contract.task import Example, class_metrics
 from fedveil.records import disclosure_ledger
+from fedveil.records.tensor_state import load_state, state_digest
+from fedveil.server_app.evaluation import ModelSelection
 from fedveil.server_app.flower_strategy import MethodStrategy, _mean_report
 from fedveil.server_app.run_folder import RunFolder
 from fedveil.server_app.run_settings import RunSettings
@@ -36,6 +38,10 @@ class Scoring(ToyTrainer):
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
+    return run_with(monkeypatch, tmp_path, POLICIES, **{"evaluate.held-out": 0.3})
+
+
+def run_with(monkeypatch, tmp_path, policies, **keys):
     task = use_toy_task(monkeypatch)
     counts = {"south": 100, "north": 800}  # so that east and north never hold out equally many, nor east too few
     real = type(task).examples
@@ -47,17 +53,18 @@ def run(monkeypatch, tmp_path):
     monkeypatch.setattr(task, "trainer", lambda rows, rng, watch=None, round_=0: Scoring(task.spec, len(rows)))
     assert real is not examples
     flat = {"run.name": "run", "run.rounds": 3, "cohort.min-sites": 4, "cohort.wait-seconds": 1.0}
-    config = parse(flat | {"method.name": "fedavg", "evaluate.held-out": 0.3})
+    config = parse(flat | {"method.name": "fedavg"} | keys)
     method = strategies.create_method("fedavg", "")
     grid = LocalGrid(app, SITES, tmp_path / "sites", config.flat())
-    for site, text in POLICIES.items():
-        (tmp_path / f"{site}.toml").write_text(f"{text}\n")
+    more = "".join(f'"{key}" = {json.dumps(value)}\n' for key, value in keys.items() if key != "evaluate.held-out")
+    for site, text in policies.items():
         grid.node_config[site] = {"policy": str(tmp_path / f"{site}.toml")}
         permits = '"cohort.min-sites" = 4\n"run.name" = "run"\n"run.rounds" = 3\n"method.name" = "fedavg"\n'
-        (tmp_path / f"{site}.toml").write_text(f"{text}\n{BOUNDS}{PERMITS}{permits}")
+        (tmp_path / f"{site}.toml").write_text(f"{text}\n{BOUNDS}{PERMITS}{permits}{more}")
     with RunFolder(tmp_path / "run") as folder:
         folder.config(config, method)
-        ours = MethodStrategy(method, RunSettings.from_config(config, "run"), folder=folder, spec=task.spec)
+        choice = ModelSelection.from_config(config, class_metrics(config.task))
+        ours = MethodStrategy(method, RunSettings.from_config(config, "run", choice), folder=folder, spec=task.spec)
         ours.start(grid, ArrayRecord(dict(task.initial(rng.initial_stream(9, "weights")))), 3)
     return ours, tmp_path / "run"
 
@@ -77,6 +84,22 @@ def test_each_site_answers_as_its_policy_has_it_and_no_turn_fails(run):
     assert reports[0]["west"]["num_examples"] == 400
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["reports"] for row in rows if "reports" in row] == reports
+
+
+def test_the_sites_scores_choose_the_model_and_sites_that_send_none_change_nothing(monkeypatch, tmp_path):
+    """The west has no policy and so sends no score, and the south has too few rows."""
+    policies = dict.fromkeys(["north", "east", "south"], "max-scores = 9")
+    keys = {"evaluate.validation-share": 0.3, "evaluate.select-model": "best"}
+    ours, folder = run_with(monkeypatch, tmp_path, policies, **keys)
+    losses = [per_site.mean_scored(record.reports) for record in ours.history[1:]]  # of the models after rounds 1, 2
+    best = min(range(2), key=lambda round_: losses[round_][0])
+    assert [sites for _, _, sites in losses] == [2, 2]
+    assert ours.rounds.course.best.sites == ("east", "north")
+    assert ours.rounds.course.about["best"] == {
+        "round": best, "metric": "loss", "value": pytest.approx(losses[best][0]), "kept": True, "split": "sites",
+    }  # fmt: skip
+    final = load_state(folder / "final" / "server.safetensors").tensors
+    assert state_digest(final) == ours.history[best].weights != ours.history[2].weights
 
 
 def test_the_mean_is_weighted_with_held_out_rows(run):

@@ -1,7 +1,7 @@
 """The data checks of `fedveil doctor`: whether examples have the columns that a run reads, and how many there are.
 
 The checks prepare no examples and load no model. From a large file they read at most as much as
-`fedveil.data.file_probe` allows.
+`fedveil.data.file_probe` allows; only `check_validation_share` reads all of the server's test examples.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from fedveil import tasks
+from fedveil import strategies, tasks
 from fedveil.client_app.node_config import SiteConfig
 from fedveil.client_app.policy.site_policy import policy_of_site as of_policy
 from fedveil.client_app.site_columns import apply_site_columns, describe_site_columns, name_site_columns
 from fedveil.config import RunConfig, TaskConfig
 from fedveil.console.doctor.checks import CheckResult, run_check
+from fedveil.contract.held_out_report import LEAST_ROWS, NOT_PERMITTED, REFUSALS, TOO_FEW
 from fedveil.contract.task import Example, ExampleOrigin, class_metrics
 from fedveil.data import file_probe, images, picture_paths, split_files, tables
 from fedveil.data.class_names import ClassNumbering, format_class_names
@@ -25,6 +26,7 @@ from fedveil.data.conversations import ConversationError, EmptyTurnError, read_c
 from fedveil.data.image_decoding import describe_conversions, image_conversions
 from fedveil.data.row_values import filled_text
 from fedveil.errors import ConfigError, FedVeilError, PolicyError, TaskError
+from fedveil.server_app.validation_split import KEY, read_test_split
 
 _MOST_IMAGES = 1000  # images whose headers are read
 _EMPTY = "rows without one, the first is"
@@ -42,13 +44,36 @@ def check_site_data(site: SiteConfig, config: RunConfig, counted: list[int]) -> 
         own = apply_site_columns(config, site.columns)
         with name_site_columns(config, site):
             found = _rows("data", Path(site.data), "train", own.task, counted)
-        said = describe_site_columns(config, site.columns)
-        return replace(found, text=f"{found.text}; {said}") if said else found
+        said = (found.text, describe_site_columns(config, site.columns), _held_out(site, config, counted))
+        return replace(found, text="; ".join(filter(None, said)))
     except FedVeilError as error:
         if task != TaskConfig():
             raise
         text = f"{error}; this checked the default task, so give the run's task with --config or --set"
         raise ConfigError(text) from None
+
+
+def _held_out(site: SiteConfig, config: RunConfig, counted: Sequence[int]) -> str:
+    """Return how many of a site's examples a run would hold out; "" if it requests none, or they are not counted."""
+    key, part = config.held_out_key, config.held_out_fraction
+    if not key or not counted:
+        return ""
+    scores = 0
+    with suppress(PolicyError):  # the policy check reports it
+        scores = of_policy(site).max_scores if site.policy else 0
+    if not scores:
+        return f"{key}: {REFUSALS[NOT_PERMITTED]}; no example is held out"
+    if (about := round(part * counted[0])) < LEAST_ROWS:
+        return f"{key}: {REFUSALS[TOO_FEW]}"
+    return f"{key}: about {about:,} of {counted[0]:,} examples are held out, for at most {scores:,} scores (max-scores)"
+
+
+def check_validation_share(config: RunConfig) -> CheckResult:
+    """Count the test examples in the server's data that a run holds out to choose the model."""
+    task = tasks.load_task(config, strategies.create_method(config.method.name, config.method.params).adapter, "cpu")
+    divided = read_test_split(task, config, Path(config.task.evaluation))
+    said = divided.describe().removeprefix(f"{KEY}: ")
+    return CheckResult(KEY, "ok", said or "the validation split chooses the model, so no test example is held out")
 
 
 def check_row_count(check: CheckResult, policy: str, counted: Sequence[int]) -> CheckResult:

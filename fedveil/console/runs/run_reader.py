@@ -17,6 +17,11 @@ from fedveil.sanitize import sanitize
 
 Row = dict[str, Any]
 _CONFIG_BYTES, _PROGRESS_BYTES = 1 << 20, 1 << 16
+_CHOSEN_BY = {
+    "validation": " on the validation split",
+    "sites": " on examples that the sites hold out",
+    "test": ", which the test split chose",
+}
 _MARKS = ("status.json", "config.json")  # every run folder has one of these
 
 
@@ -121,8 +126,7 @@ class RunView:
         best = self._said("best")
         if not best:
             return ""
-        split = " on the validation split" if best.get("split") == "validation" else ", which the test split chose"
-        split = split if "split" in best else ""  # runs from earlier versions do not have it
+        split = _CHOSEN_BY.get(str(best.get("split")), "")  # runs from earlier versions do not have it
         number, value = int(best["round"]) + 1, f"{best['metric']} {float(best['value']):.6g}{split}"
         if best.get("kept"):
             was = "is" if self._said("final") else "is so far"

@@ -10,6 +10,7 @@ from fedveil import rng
 from fedveil.console.runs import final_model
 from fedveil.errors import StateError
 from fedveil.records.atomic_files import write_atomic
+from fedveil.server_app.validation_split import read_test_split
 from fedveil.tasks.text_generation import Source, TextGeneration
 
 FILE = "samples.json"
@@ -38,7 +39,7 @@ def write_samples(run: Path, device: str = "cpu") -> None:
     if not isinstance(task, TextGeneration) or not config.task.evaluation:
         return
     by_prompt = dict[Source, str]()  # if several examples share a prompt, take the first
-    for row in task.examples(Path(config.task.evaluation), "test"):
+    for row in read_test_split(task, config, Path(config.task.evaluation)).test:
         by_prompt.setdefault(*task.read_texts(row))
     prompts = list(by_prompt)[:_COUNT]
     initial = task.initial(rng.initial_stream(config.run.seed, "weights"))

@@ -15,7 +15,7 @@ from fedveil.errors import ConfigError, TaskError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.in_process import InProcessFederation
 from fedveil.local import LocalFederation
-from fedveil.local.local_federation import _rows
+from fedveil.local.local_federation import _rows, _SiteRows
 
 CONFIG = {"method.name": "fedrand", "run.rounds": 1, "run.deterministic": True, "train.max-steps": 2,
           "evaluate.eval-examples": 4, "task.examples-per-site": 60}  # fmt: skip
@@ -55,8 +55,8 @@ def test_rows_are_divided_among_sites_that_name_the_same_folder_alone():
     task.prepare.side_effect = lambda data, split, share: PreparedData([(str(data), split, share)], lambda: ())
     rows_by_site = _rows(task, parse({}), {"a": Path("x"), "b": Path("y"), "c": Path("x")})
     assert rows_by_site == {
-        "a": ([("x", "train", DatasetShard(0, 2))], None), "b": ([("y", "train", None)], None),
-        "c": ([("x", "train", DatasetShard(1, 2))], None),
+        "a": _SiteRows([("x", "train", DatasetShard(0, 2))]), "b": _SiteRows([("y", "train", None)]),
+        "c": _SiteRows([("x", "train", DatasetShard(1, 2))]),
     }  # fmt: skip
 
 

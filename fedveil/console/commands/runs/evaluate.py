@@ -2,7 +2,8 @@
 
 It uses the server's final model, from RUN/final. Examples are read as in the run: the same columns, from a split of a
 folder or from a file. The metrics are the run's own, but cover all examples, whereas the run itself scores at
-most evaluate.eval-examples of its test data.
+most evaluate.eval-examples of its test data. Under evaluate.validation-share, examples like those that chose the model
+are left out.
 """
 
 from __future__ import annotations
@@ -43,10 +44,13 @@ def run(args: argparse.Namespace) -> int:
     """Print the scores."""
     config_of(args.folder)  # before importing torch, so that a missing run is reported at once
     from fedveil.console.runs import final_model
+    from fedveil.server_app.validation_split import read_test_split
 
     most = sys.maxsize if args.eval_examples is None else args.eval_examples
-    task, weights = final_model.load_final_model(args.folder, args.base, eval_examples=most).task(args.device)
-    rows = task.examples(args.data, args.split)
+    model = final_model.load_final_model(args.folder, args.base, eval_examples=most)
+    task, weights = model.task(args.device)
+    divided = read_test_split(task, model.config, args.data, args.split)
+    rows = divided.test
     scores = task.evaluate(weights, rows, generate=not args.loss_only)
     if args.json:
         print(json.dumps(scores))
@@ -54,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     scored = f"{len(rows):,} examples" if args.eval_examples is None else f"at most {most:,} of {len(rows):,} examples"
     where = f"{sanitize(args.data, 200)}, {sanitize(args.split, 80)}"
     make_console().print(f"{sanitize(args.folder.name, 80)} on {where}: {scored}", soft_wrap=True)
+    if said := divided.describe():
+        make_console().print(said, soft_wrap=True)
     listed = Table("metric")
     listed.add_column("value", justify="right")
     for name, value in scores.items():

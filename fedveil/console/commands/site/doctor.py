@@ -131,12 +131,17 @@ def _data(flat: Mapping[str, Any], counted: list[int]) -> list[CheckResult]:
     """Check the data named in the run config. Raises ConfigError for a key or value that a run would refuse."""
     from fedveil.config import parse  # as in _site
 
-    task = parse(flat).task
+    config = parse(flat)
+    task = config.task
     if not (task.data or task.evaluation or task.server_data):
         return []
     from fedveil.console.doctor import data_checks
 
-    return list(data_checks.check_run_data(task, counted))
+    results = list(data_checks.check_run_data(task, counted))
+    if config.evaluate.validation_share and task.evaluation:
+        check = partial(data_checks.check_validation_share, config)
+        results.append(checks.run_check("evaluate.validation-share", check))
+    return results
 
 
 def _previewed(args: argparse.Namespace, flat: Mapping[str, Any], results: list[CheckResult], lines: list[str]) -> int:

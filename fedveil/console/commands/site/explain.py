@@ -222,13 +222,15 @@ def _in_the_clear(exchange: MessageExchange, policy: policies.SitePolicy | None)
 
 def _scores(config: RunConfig, policy: policies.SitePolicy | None) -> list[str]:
     """Explain what scores on held-out examples would reveal; return [] if the run requests none."""
-    part, most = config.evaluate.held_out, policy.max_scores if policy else 0
+    part, most = config.held_out_fraction, policy.max_scores if policy else 0
     if not part:
         return []
     asked = (
         f"The run asks this site to hold out {100 * part:g} % of its examples and to score the received weights on "
         f"them, reporting {held_out_report.LOSS} and {held_out_report.ROWS} with each upload."
     )
+    if config.held_out_key == "evaluate.validation-share":
+        asked += " The server chooses the final model, or when to stop, by the mean of the sites' scores."
     if not most:
         refusal = held_out_report.REFUSALS[held_out_report.NOT_PERMITTED]
         return [asked, f"This site would refuse: {refusal}. It trains on all its examples."]

@@ -18,15 +18,18 @@ from datasets import ClassLabel, Dataset, Features, Sequence, Value
 from PIL import Image
 from transformers import ByT5Tokenizer
 
+from fedveil.client_app.node_config import SiteConfig
 from fedveil.config import parse
-from fedveil.console.doctor import checks, example_preview, host_checks, policy_checks
+from fedveil.console.doctor import checks, data_checks, example_preview, host_checks, policy_checks
 from fedveil.console.flower.certificates import new_ca, write_certificate, write_node_key, write_server, write_tls
 from fedveil.console.main import main
+from fedveil.contract.task import Example
 from fedveil.data import file_probe
 from fedveil.errors import TaskError
 from fedveil.guard import flower
 from fedveil.models import bundled, loading
 from fedveil.records import audit_log
+from fedveil.server_app.validation_split import mark_held_out
 from tests.conftest import ROOT
 from tests.fedveil.console.tls import tls_server
 
@@ -289,6 +292,43 @@ def test_the_data_of_a_run_is_looked_at_without_its_model(settings, verdict, lin
     output_line = next(row for row in capsys.readouterr().out.splitlines() if "task." in row)
     assert output_line.startswith(verdict)
     assert line.replace("DATA", str(tmp_path)) in output_line
+
+
+def test_a_servers_examples_that_choose_the_model_are_counted(tmp_path, capsys):
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps({"mr": str(i), "ref": "b"}) + "\n" for i in range(40)))
+    keys = {"task.evaluation": str(tmp_path), "evaluate.validation-share": 0.3, "evaluate.select-model": "best"}
+    options = [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
+    assert main(["doctor", *options]) == 0
+    line = next(row for row in capsys.readouterr().out.splitlines() if "validation-share" in row)
+    held = sum(mark_held_out([Example({"mr": str(i), "ref": "b"}) for i in range(40)], parse(keys)))
+    assert (
+        line.split()
+        == (
+            f"ok evaluate.validation-share {held} of 40 test examples choose the model, "
+            f"and the other {40 - held} test it"
+        ).split()
+    )
+    (tmp_path / "dev.jsonl").write_text('{"mr": "a", "ref": "b"}\n')
+    main(["doctor", *options])
+    assert "the validation split chooses the model, so no test example is held out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("share", "scores", "words"),
+    [
+        (0.5, 7, "about 100 of 200 examples are held out, for at most 7 scores (max-scores)"),
+        (0.1, 7, "fewer than 64 of its examples would be held out; it trains on all of them"),
+        (0.5, 0, "its policy permits no scores of held-out examples (max-scores); no example is held out"),
+    ],
+)
+def test_a_sites_examples_that_would_be_held_out_are_counted(share, scores, words, tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"mr": "a", "ref": "b"}\n' * 200)
+    (tmp_path / "policy.toml").write_text(f"max-scores = {scores}\n")
+    site = SiteConfig.model_validate({"data": str(tmp_path), "policy": str(tmp_path / "policy.toml")})
+    config = parse({"evaluate.validation-share": share, "evaluate.select-model": "best"})
+    assert data_checks.check_site_data(site, config, []).text.endswith(f"; evaluate.validation-share: {words}")
+    of_server = parse({**config.flat(), "task.evaluation": "x"})
+    assert "validation-share" not in data_checks.check_site_data(site, of_server, []).text
 
 
 def test_class_folders_and_parquet_are_counted_by_their_names(tmp_path, capsys):
