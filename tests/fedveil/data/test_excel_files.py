@@ -80,6 +80,8 @@ def test_a_value_is_the_text_that_stands_in_the_file(tmp_path, name):
 def test_a_number_is_as_stored_and_a_displayed_form_changes_nothing(tmp_path):
     content = workbook(("mr", "ref"), (0.5, 1234.5), formats={"A2": "0%", "B2": "#,##0.00"})
     assert rows_of(tmp_path, content) == [{"mr": "0.5", "ref": "1234.5"}]
+    stored = changed(workbook(("mr", "ref"), (7, "b")), lambda xml: xml.replace(b"<v>7</v>", b"<v>7.0</v>"))
+    assert rows_of(tmp_path, stored) == [{"mr": "7", "ref": "b"}]
 
 
 def test_empty_rows_and_cells_and_empty_sheets_are_as_in_csv(tmp_path):
