@@ -10,8 +10,8 @@ from tools.pages import composition
 
 NOISY, SECURE, SUM, SERVER, BUFFER, MEDIAN, KRUM = composition.COLUMNS
 GRADIENTS = {"fixed_position", "random_binary", "scaffold"}
-PRODUCTS = {"fedex_lora"}
-KEEPS = {"fedotp", "fedpara", "fedper", "fedpgp", "flora", "fedrand", "fedsa_lora"}
+PRODUCTS = {"fedex_lora", "flora"}
+KEEPS = {"fedotp", "fedpara", "fedper", "fedpgp", "fedrand", "fedsa_lora"}
 PERSONAL = {"apfl", "ditto"}
 PROMPTS = {"fedotp", "fedpgp", "promptfl"}
 LORA = {"fedex_lora", "fedprox", "fedsa_lora", "ffa_lora", "flora", "hetlora", "la_lora", "rolora", "scaffold"}

@@ -76,7 +76,9 @@ class _Still:
 
     def per_sample(self, weights: Weights, batch: BatchIndices) -> PerExampleGradients:
         rows = len(batch.rows)
-        return PerExampleGradients({n: torch.zeros(rows, *w.shape) for n, w in weights.items()}, torch.zeros(rows))
+        # Not zero: a product of factors that did not move would look like a step that is sent as it is.
+        steps = {n: torch.full((rows, *w.shape), 0.01) for n, w in weights.items()}
+        return PerExampleGradients(steps, torch.zeros(rows))
 
     def feature(self, weights: Weights, batch: BatchIndices) -> PerExampleFeatureGradients:
         rows = len(batch.rows)

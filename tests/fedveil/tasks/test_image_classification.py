@@ -617,11 +617,11 @@ def test_files_of_any_ending_and_depth_are_read_and_the_others_are_counted(tmp_p
     assert examples[0].class_names == tuple(NAMES)
     assert [row.label for row in task.encode(examples)] == [0] * 10 + [1] * 10 + [2] * 10
     assert "not read" not in caplog.text
-    for other in ("cat/a.dcm", "cat/deep/b.dcm", "c.png", "dog/notes"):
+    for other in ("cat/a.heic", "cat/deep/b.heic", "c.png", "dog/notes"):
         (folder / other).parent.mkdir(exist_ok=True)
         (folder / other).write_bytes(b"")
     task.examples(tmp_path, "train")
-    said = "4 files not read: .dcm (2), .png (1), no ending (1)"
+    said = "4 files not read: .heic (2), .png (1), no ending (1)"
     assert f'task.data: "{folder}": {said}' in caplog.text
     config = run_config.parse({"task.name": "image-classification", "task.target-column": "label",
                                "task.label-column": "label", "task.data": str(tmp_path)})  # fmt: skip
