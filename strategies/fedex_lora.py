@@ -21,7 +21,7 @@ product of the means to the base, so the new model is the mean of the clients' m
     R_{t+1} + B_{t+1} A_{t+1} = R_t + sum_i (n_i / m_t) B_i A_i                                    (5: it is exact)
 
 A client shares: both LoRA factors; the error of their mean goes into the base. A client keeps: a copy of the change
-to the base.
+to the base; under secure aggregation, nothing.
 
 The client learns: A_t, B_t and R_t of every round it takes part in, but only the mean of the other clients'
 products.

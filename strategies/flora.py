@@ -22,7 +22,7 @@ have different ranks.
     R_{t+1} = R_t + D_t                                                                            (4, server and site)
 
 A client shares: both LoRA factors, possibly of the site's own rank; their mean product goes into the base. A client
-keeps: a copy of the change to the base.
+keeps: a copy of the change to the base; under secure aggregation, nothing.
 
 The client learns: A_t and R_t of every round it takes part in, but only the mean of the other clients' products.
 The server learns: each client's trained A and B in full, and n_k; under secure aggregation, if it

@@ -22,7 +22,8 @@ zeros.
 
 A client shares: both LoRA factors, possibly of the site's own rank. A client keeps: nothing.
 
-The client learns: the first r_k rows of A and columns of B of every round it takes part in.
+The client learns: the first r_k rows of A and columns of B of every round it takes part in; under secure
+aggregation, those of the largest rank that any site sends.
 The server learns: each client's trained A_k and B_k in full, and n_k; with `pruning` also r_k, which depends on the
 client's training.
 

@@ -1,6 +1,7 @@
 """Keep each policy that a site decided by, under its digest, so that later readers can tell what was in force when.
 
-Every decision in the site's audit log names the SHA-256 of the policy file. The copies are in the state folder, one
+Each line of the site's audit log about a message that it admitted, refused, sent or withheld names the SHA-256 of the
+policy file. The copies are in the state folder, one
 file per policy: `.policies/<SHA-256>.toml`. They are written before the decision and never change.
 
 | case | result |

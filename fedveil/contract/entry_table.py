@@ -160,6 +160,11 @@ class EntryTable(BaseModel):
             )
         if self.seeds and self.seeds.keys() != sites:
             raise PolicyError("entries: expected a seed of each site of the cohort, found seeds of different sites")
+        if len(set(self.seeds.values())) > 1:
+            raise PolicyError(
+                f"entries: expected one seed for all {len(sites)} sites, found several: with one, all sites get the "
+                "same message, which the plan names"
+            )
         for block, senders in self.blocks.items():
             if not sites.issuperset(senders):
                 raise PolicyError(f"entries: {block}: expected sites of the cohort, found sites outside it")

@@ -244,6 +244,8 @@ class MessageGuard:
         header, size = self._header.header_of_slices(parts), sum(map(len, parts))
         if self._assignment is None:
             raise MessageRefused("upload: expected a message admitted before it, found none")
+        # The policy may have changed during training, and this decision reads it again.
+        self._about["policy"] = self._copies.keep_copy(self._log_file.parent, self._assignment.site.policy)
         self._decisions.check_upload(self._assignment, self._down_bytes, size, header["num_examples"], header["report"])
         fields = [[entry[0], entry[3]] for entry in header["fields"]]
         about = {"up_bytes": size, "variant": header["variant"], "fields": fields, "figures": sorted(header["report"])}

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedveil.client_app.policy.policy_copies import find_copy
+from fedveil.errors import StateError
 from fedveil.records import audit_log
 
 
@@ -32,10 +33,14 @@ class UsedPolicy:
 def list_policies(log: Path) -> list[UsedPolicy]:
     """Return the policies that a site's log names, in the order of their first decision.
 
-    Reads the log's earlier files too, and lines after a damaged one. Raises StateError if there is no log.
+    Reads the log's earlier files too. Lines that do not match their own hash are left out: `fedveil log verify` finds
+    them. Raises StateError if there is no log.
     """
     found: dict[str, UsedPolicy] = {}
-    for line in audit_log.read_log(log):
+    files = audit_log.list_log_files(log)
+    if not any(file.exists() for file in files):
+        raise StateError(f"{log}: expected a site's audit log, found none; name the file")
+    for line in (line for file in files if file.exists() for line in audit_log.whole_lines(file)):
         digest, time, run = str(line.get("policy") or ""), str(line["time"]), str(line.get("run") or "")
         if not digest:
             continue

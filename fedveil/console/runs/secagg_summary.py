@@ -8,8 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fedveil.client_app.node_config import SiteConfig
 from fedveil.client_app.policy import policy_copies
 from fedveil.client_app.policy import site_policy as policies
+from fedveil.client_app.policy.site_policy import SitePolicy
 from fedveil.client_app.secure_round import FileSecAggStore
 from fedveil.client_app.state.client_state import SECURE
 from fedveil.console.runs.retained_state import RetainedRunState
@@ -17,7 +19,7 @@ from fedveil.console.runs.run_reader import Row, RunView
 from fedveil.console.runs.site_notes import read_site_note
 from fedveil.console.runs.site_requirements import site_requirements
 from fedveil.encrypted_files import FileSeal
-from fedveil.errors import ConfigError, FedVeilError
+from fedveil.errors import ConfigError, FedVeilError, PolicyError
 from fedveil.federation.secagg.adversary_model import (
     TWO_ROUNDS,
     single_site,
@@ -98,11 +100,8 @@ def secagg_of_site(state_dir: Path, run: RetainedRunState, policy: str = "", key
         return []
     try:
         site = read_site_note(state_dir, run.site, policy, key_file)
-        kept = _policy_of_run(state_dir, run)
-        site_policy, secagg_state = (
-            policies.load_policy(site.model_copy(update={"policy": str(kept)}) if kept else site),
-            FileSecAggStore(run.folder, FileSeal.from_key_file(site.key_file)).load(),
-        )
+        secagg_state = FileSecAggStore(run.folder, FileSeal.from_key_file(site.key_file)).load()
+        todays = policies.load_policy(site)
     except (FedVeilError, OSError, ValueError) as error:
         return [f"secure aggregation: cannot read its keys: {sanitize(error)}"]
     if secagg_state is None or secagg_state.fence.masked is None:
@@ -110,7 +109,8 @@ def secagg_of_site(state_dir: Path, run: RetainedRunState, policy: str = "", key
     round_, attempt = secagg_state.fence.masked
     signed = secagg_state.fence.signed
     agreed = "agreed to no sum yet" if signed is None else f"last agreed to a sum in round {signed + 1}"
-    words = words_for_lying_server(site_requirements(site_policy), broadcasts_bound=None)  # the method is not recorded
+    kept = _policy_of_round(state_dir, run, round_, site)
+    words = words_for_lying_server(site_requirements(kept or todays), broadcasts_bound=None)  # no method is recorded
     by = "the policy of that round" if kept else "today's policy, because no copy of the policy of that round was found"
     return [
         f"secure aggregation: last masked for round {round_ + 1}, attempt {attempt + 1}; {agreed}; judged by {by}",
@@ -120,12 +120,19 @@ def secagg_of_site(state_dir: Path, run: RetainedRunState, policy: str = "", key
     ]
 
 
-def _policy_of_run(state_dir: Path, run: RetainedRunState) -> Path | None:
-    """Return the copy of the policy that the site's audit log names last for this run; None without log or copy."""
-    digest = ""
+def _policy_of_round(state_dir: Path, run: RetainedRunState, round_: int, site: SiteConfig) -> SitePolicy | None:
+    """Return the policy by which the site admitted this run's round, or None without log or readable copy.
+
+    Other lines do not count: after a change, a later round may have been refused by a stricter policy.
+    """
+    digest, where = "", {"event": "admitted", "run": run.run, "site": run.site, "round": round_}
     for file in audit_log.list_log_files(state_dir / audit_log.NAME):
         with suppress(OSError):  # a run from before the log, or whose log was archived
             for line in audit_log.whole_lines(file):
-                if line.get("run") == run.run and line.get("site") == run.site:
+                if all(line.get(key) == value for key, value in where.items()):
                     digest = str(line.get("policy") or digest)
-    return policy_copies.find_copy(state_dir, digest)
+    copy = policy_copies.find_copy(state_dir, digest)
+    try:
+        return policies.load_policy(site.model_copy(update={"policy": str(copy)})) if copy else None
+    except PolicyError:
+        return None  # an older release wrote keys that this one does not know

@@ -7,6 +7,7 @@ import pytest
 from fedveil.client_app.policy.policy_copies import find_copy, keep_copy
 from fedveil.console.main import main
 from fedveil.console.runs.policy_history import list_policies
+from fedveil.errors import StateError
 from fedveil.records import audit_log
 
 
@@ -50,3 +51,12 @@ def test_a_log_without_policies_is_refused(tmp_path, capsys):
     audit_log.append_entry(tmp_path / audit_log.NAME, "accepted", {"run": "a"})
     assert main(["log", "policies", str(tmp_path / audit_log.NAME)]) == 2
     assert "expected a site's log, whose lines name its policy" in capsys.readouterr().err
+
+
+def test_a_missing_log_is_said_and_a_damaged_line_is_left_out(state, tmp_path):
+    with pytest.raises(StateError, match="expected a site's audit log, found none"):
+        list_policies(tmp_path / "nothing" / audit_log.NAME)
+    file = state / audit_log.NAME
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([lines[0].replace(b"admitted", b"refused_"), *lines[1:]]))
+    assert [used.decisions for used in list_policies(file)] == [3, 1]

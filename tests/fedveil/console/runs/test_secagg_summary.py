@@ -166,9 +166,14 @@ def test_a_past_run_is_judged_by_the_policy_of_its_last_round(state, tmp_path, c
     policy.write_text(strict + f'app-digests = ["{"cd" * 32}"]')
     options = ("--policy", str(policy))
     digest = keep_copy(folder, str(policy))
-    about = {"run": "pilot-0a1b2c3d", "site": "north", "policy": digest}
-    for line in (about | {"policy": "0" * 64}, about, about | {"run": "other", "policy": "1" * 64}):
-        audit_log.append_entry(folder / audit_log.NAME, "admitted", line)
+    about = {"run": "pilot-0a1b2c3d", "site": "north", "round": 2, "policy": digest}
+    other = {"policy": "1" * 64}
+    for event, line in (
+        ("admitted", about | {"policy": "0" * 64}), ("admitted", about), ("admitted", about | other | {"run": "other"}),
+        ("admitted", about | other | {"round": 1}), ("refused", about | other),
+        ("refused", about | other | {"round": 3}),
+    ):  # fmt: skip
+        audit_log.append_entry(folder / audit_log.NAME, event, line)
     policy.write_text("max-rounds = 2")
     assert "judged by the policy of that round" in (stdout := said(capsys, folder, *options))
     assert DEVIATING not in stdout
