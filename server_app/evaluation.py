@@ -142,11 +142,12 @@ class ModelSelection:
     by_sites: bool = False
 
     @classmethod
-    def from_config(cls, config: RunConfig, metrics: Metrics) -> ModelSelection | None:
+    def from_config(cls, config: RunConfig, metrics: Metrics, method: Method) -> ModelSelection | None:
         """Build it from the config; None if no setting asks for it. `metrics` are the task's metrics.
 
         Raises:
-            ConfigError: the task or its evaluations lack the metric, or there are no evaluations.
+            ConfigError: the task or its evaluations lack the metric, there are no evaluations, or the sites' scores
+                cannot decide.
         """
         asked, name = config.evaluate, config.evaluate.metric
         if name not in metrics:
@@ -171,7 +172,7 @@ class ModelSelection:
                     f"task.evaluation: expected the server's test data with {why}, found none; name a folder, or set "
                     f"{KEY}, with which each site holds out examples"
                 )
-            _check_by_sites(config)
+            _check_by_sites(config, method)
         elif not asked.every:
             raise ConfigError(
                 f"evaluate.every: expected 1 or more with {why}, found 0, which evaluates only the last round"
@@ -302,7 +303,7 @@ class SiteScores:
         return ""
 
 
-def _check_by_sites(config: RunConfig) -> None:
+def _check_by_sites(config: RunConfig, method: Method) -> None:
     """Raise ConfigError for a run in which scores of the sites cannot decide."""
     asked, why = config.evaluate, f"{KEY} and no task.evaluation"
     expected = {
@@ -310,6 +311,7 @@ def _check_by_sites(config: RunConfig) -> None:
         "evaluate.held-out": (0.0, asked.held_out, "because both hold out training examples"),
         "evaluate.every": (1, asked.every, "because sites score every model that they receive"),
         "cohort.fraction": (1.0, config.cohort.fraction, "because the scores of different sites cannot be compared"),
+        "cohort.buffer-size": (0, config.cohort.buffer_size, "because sites score models of different server steps"),
     }
     for key, (value, found, because) in expected.items():
         if found != value:
@@ -317,6 +319,11 @@ def _check_by_sites(config: RunConfig) -> None:
                 f"{key}: expected {value!r} with {why}, {because}, found {found!r}; leave it out, or name the server's "
                 "test data"
             )
+    if reason := method.site_score_conflict:
+        raise ConfigError(
+            f"method.name: expected a method whose sites start from the server's model with {why}, found "
+            f'"{config.method.name}", which {reason}; name the server\'s test data (task.evaluation)'
+        )
 
 
 def _what_decides(asked: EvaluateConfig) -> str:

@@ -146,6 +146,11 @@ def test_too_few_rows_are_refused(tmp_path):
         ServerEvaluator.from_config(tasks.load_task(config, FedAvg().adapter), config)
 
 
+def check_selection(config) -> None:
+    method = strategies.create_method(config.method.name, config.method.params)
+    ModelSelection.from_config(config, tasks.task_info(config.task.name).metrics(config.task), method)
+
+
 BY_SITES = SHARE | {"method.name": "fedavg"}
 REFUSED = {
     "nothing decides": (
@@ -155,6 +160,10 @@ REFUSED = {
     "another metric": ({"evaluate.metric": "bleu"}, "evaluate.metric: expected 'loss' with evaluate.validation-share"),
     "both keys": ({"evaluate.held-out": 0.2}, "evaluate.held-out: expected 0.0 with evaluate.validation-share"),
     "some sites": ({"cohort.fraction": 0.5}, "cohort.fraction: expected 1.0 .* different sites cannot be compared"),
+    "a buffer": ({"cohort.buffer-size": 2}, "cohort.buffer-size: expected 0 .* models of different server steps"),
+    "own models": ({"method.name": "ditto"}, 'found "ditto", which keeps a part .* name the server\'s test data'),
+    "a proxy": ({"method.name": "fedlpp"}, 'found "fedlpp", which sends a quantized proxy'),
+    "cut models": ({"method.name": "hetlora"}, 'found "hetlora", which cuts the model to each site\'s rank'),
     "seldom": ({"evaluate.every": 2}, "evaluate.every: expected 1 .* sites score every model"),
 }
 
@@ -164,7 +173,15 @@ def test_scores_of_sites_that_cannot_decide_are_refused(what):
     keys, words = REFUSED[what]
     config = parse(BY_SITES | keys)
     with pytest.raises(ConfigError, match=words):
-        ModelSelection.from_config(config, tasks.task_info(config.task.name).metrics(config.task))
+        check_selection(config)
+
+
+def test_sites_that_start_from_the_servers_model_may_score_it():
+    for name, params in (("scaffold", ""), ("fedqsn", 'server_rate = 0.0\nclient_rate = 0.0\nquantiser = "none"')):
+        check_selection(parse(BY_SITES | {"method.name": name, "method.params": params}))
+    with pytest.raises(ConfigError, match='found "fedqsn", which sends a masked or quantized proxy'):
+        check_selection(parse(BY_SITES | {"method.name": "fedqsn"}))
+    check_selection(parse(BY_SITES | {"method.name": "ditto", "task.evaluation": "x"}))
 
 
 @pytest.mark.parametrize(
