@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -221,13 +222,49 @@ def test_a_round_reports_the_score_of_the_model_before_it():
     assert "loss has not improved in 2 evaluations" in tracker.stopped(9)
 
 
+def test_sites_that_drop_out_do_not_change_a_comparison():
+    """The first scored round lacks site c, whose loss is high; the best one is compared over the sites of both."""
+    tracker = BestRoundTracker(replace(CHOICE, min_sites=2), None)
+    tracker.scored(0, {})
+    scored = [{"a": 2.0, "b": 2.0}, {"a": 1.9, "b": 1.9, "c": 9.0}, {"a": 1.8, "c": 8.9}, {"b": 0.1}]
+    for round_, losses in enumerate(scored):
+        tracker.scored_by_sites(reports(**losses))
+        tracker.best = BestEvaluation.read(json.loads(json.dumps(tracker.best.saved())))  # a restart in between
+        assert (tracker.best.round, tracker.best.waited) == (min(round_, 2), 0)
+        tracker.scored(round_ + 1, {})
+    assert tracker.best.value == pytest.approx((1.8 + 8.9) / 2)
+    tracker.scored_by_sites(reports(a=1.85, b=0.1, c=8.9))
+    assert (tracker.best.round, tracker.best.waited) == (2, 1)
+
+
+def test_the_gain_that_is_left_until_an_improvement_survives_other_sites():
+    """The third round gains 0.8 + 0.8 over the first, on the sites that each pair of rounds has."""
+    tracker = BestRoundTracker(replace(CHOICE, min_sites=1, min_delta=1.0), None)
+    tracker.scored(0, {})
+    for round_, losses in enumerate([{"a": 5.0, "b": 7.0}, {"a": 4.2}, {"a": 3.4, "b": 9.0}]):
+        tracker.scored_by_sites(reports(**losses))
+        tracker.scored(round_ + 1, {})
+        assert (tracker.best.round, tracker.best.waited) == (round_, round_ % 2)
+    assert tracker.best.reference == tracker.best.value == pytest.approx(6.2)
+
+
+def test_more_sites_replace_a_best_round_of_few(caplog):
+    tracker = BestRoundTracker(replace(CHOICE, min_sites=3), None)
+    tracker.scored(0, {})
+    for round_, losses in enumerate([{"a": 0.1}, {"a": 3.0, "b": 3.0, "c": 3.0}, {"a": 2.0, "b": 2.0, "c": 2.0}]):
+        tracker.scored_by_sites(reports(**losses))
+        tracker.scored(round_ + 1, {})
+        assert tracker.best.round == round_
+    assert caplog.text.count("round 2: the model replaces that of round 1 as the best without a comparison") == 1
+
+
 @pytest.mark.parametrize("other", [{"a": 0.0}, {"a": 0.0, "c": 0.0}, {}], ids=["fewer", "others", "none"])
 def test_scores_of_other_sites_do_not_count(other, caplog):
-    tracker = BestRoundTracker(CHOICE, None)
+    tracker = BestRoundTracker(replace(CHOICE, min_sites=2), None)
     for round_ in range(2):
         tracker.scored_by_sites(reports(a=1.0, b=1.0))
         tracker.scored(round_, {})
     before = tracker.best
     tracker.scored_by_sites(reports(**other))
     assert tracker.best == before
-    assert "evaluate.validation-share: the model of round 2 has no score" in caplog.text
+    assert "evaluate.validation-share: round 2: the model has no score" in caplog.text
