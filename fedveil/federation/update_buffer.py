@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import final
 
+import torch
 from typing_extensions import override
 
 from fedveil.contract.contributions import AggregateSums, ClientContributions
@@ -59,6 +60,7 @@ class BufferedExchange(MessageExchange):
             self.states[upload.ctx.round].tensors,
             self.states[self.version].tensors,
             set(movable_names(self.spec)),
+            getattr(torch, getattr(self.method, "wire_dtype", "float32")),
         )
 
     @override
