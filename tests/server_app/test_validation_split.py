@@ -79,6 +79,25 @@ def test_an_image_is_held_out_by_its_bytes_and_not_by_its_name(tmp_path):
     assert 0 < sum(marks) < 40
 
 
+def test_a_conversation_is_held_out_by_its_turns_before_the_last_answer():
+    """Whatever the format and the answer; a last question without an answer is no input either."""
+    config = config_of(task__messages_column="talk", task__chat_template=True)
+    says = [("user", "role", "content"), ("human", "from", "value")]
+
+    def talk(i: int, answer: str, form: int, *more: str) -> Example:
+        user, role, text = says[form]
+        turns = [(user, f"question {i}"), (("assistant", "gpt")[form], answer), *((user, each) for each in more)]
+        return Example({"talk": [{role: who, text: said} for who, said in turns]})
+
+    marks = [mark_held_out([talk(i, "a", 0) for i in range(40)], config)]
+    marks += [
+        mark_held_out([talk(i, f"b{i}", form, *more) for i in range(40)], config) for form, *more in [(0,), (1, "?")]
+    ]
+    assert marks[0] == marks[1] == marks[2]
+    assert 0 < sum(marks[0]) < 40
+    assert len(mark_held_out([Example({"talk": []}), Example({"talk": None})], config)) == 2
+
+
 def test_a_value_of_an_unknown_kind_is_refused_without_the_value():
     with pytest.raises(TaskError, match="texts, numbers, lists or images in mr, found another kind") as caught:
         mark_held_out(Example.from_columns([{"mr": {"Jane Roe"}, "ref": "b"}]), config_of())
