@@ -7,8 +7,8 @@
 
 An example is held out by a hash of its inputs, under a fixed key. So every run holds out the same examples, added
 examples do not move the others, and examples with the same inputs, such as several answers to one question, stay
-together. The inputs of a conversation are its turns before the last answer. Rows of an own model are held out by their numbers. With `dp.unit-column`, the unit's id decides, so all its
-examples stay together.
+together. The inputs of a conversation are its turns before the last answer. Rows of an own model are held out by their
+numbers. With `dp.unit-column`, the unit's id decides, so all its examples stay together.
 """
 
 from __future__ import annotations

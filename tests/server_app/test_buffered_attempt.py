@@ -232,11 +232,11 @@ def test_a_reply_lands_the_request_of_its_own_site_or_is_dropped():
     """Polled for east, the SuperLink answers with a reply of west, and then with a second one."""
     contexts, dropped = {site: RoundContext(0, site, True, bytes(32)) for site in ("east", "west")}, []
 
-    class Crossed:
-        answers = [[LostReply("west", 0, "gone"), LostReply("west", 0, "again")], [LostReply("east", 0, "away")]]
+    answers = [[LostReply("west", 0, "gone"), LostReply("west", 0, "again")], [LostReply("east", 0, "away")]]
 
+    class Crossed:
         def poll_replies(self, site):
-            yield from self.answers.pop(0)
+            yield from answers.pop(0)
 
         def drop_outcome(self, reply):
             dropped.append(reply)
