@@ -73,7 +73,10 @@ class BufferedAttempt(RoundAttempt):
             for site in list(flight.contexts):
                 for reply in reception.poll_replies(site):
                     answered = True
-                    upload = self.judge_reply(reply, flight.land(site))
+                    if reply.site not in flight.contexts:
+                        reception.drop_outcome(reply)
+                        continue
+                    upload = self.judge_reply(reply, flight.land(reply.site))
                     del reply
                     if upload is not None:
                         yield upload

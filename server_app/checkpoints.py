@@ -202,7 +202,7 @@ def interrupted_attempts(folder: Path) -> list[dict[str, Any]]:
     known = {(row["round"], row.get("attempt")) for row in rows[marks[-1] + 1 if marks else 0 :]}
     by_attempt: dict[tuple[int, int], list[Mapping[str, Any]]] = defaultdict(list)
     for message in messages[start:]:
-        by_attempt[message["round"], message["attempt"]].append(message)
+        by_attempt[disclosure_ledger.counted_in(message)].append(message)
     return [
         _unfinished(round_, attempt, attempt_messages)
         for (round_, attempt), attempt_messages in by_attempt.items()

@@ -8,7 +8,6 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -16,7 +15,7 @@ from fedveil.contract.method import FederatedState
 from fedveil.errors import ConfigError, FedVeilError
 from fedveil.records import process_exit
 from fedveil.server_app import checkpoints, validation_split
-from fedveil.server_app.evaluation import SITES, BestEvaluation, ModelSelection, Scores, SiteScores
+from fedveil.server_app.evaluation import BestEvaluation, ModelSelection, Scores, SiteScores
 
 if TYPE_CHECKING:
     from fedveil.config import RunConfig
@@ -78,12 +77,9 @@ class BestRoundTracker:
         """
         if self._choice is None or not self._choice.by_sites or self.done < 0:
             return
-        scores = SiteScores.from_reports(reports)
-        if reason := scores.why_not_comparable(self.best.sites):
-            log.warning("%s: the model of round %d has no score: %s", validation_split.KEY, self.done + 1, reason)
-            return
-        best = replace(self.best, sites=scores.sites)
-        self.best = best.after(self._choice, self.done, {SITES: {self._choice.name: scores.loss}})
+        self.best, note = self.best.after_sites(self._choice, self.done, SiteScores.from_reports(reports))
+        if note:
+            log.warning("%s: round %d: %s", validation_split.KEY, self.done + 1, note)
         self.keep()
 
     def keep(self) -> None:

@@ -132,6 +132,7 @@ class ModelSelection:
         keep: end the run with the best round's model.
         patience, min_delta: the values of evaluate.patience and evaluate.min-delta.
         by_sites: whether the sites' scores on examples that they hold out decide.
+        min_sites: the value of cohort.min-sites.
     """
 
     name: str
@@ -140,13 +141,15 @@ class ModelSelection:
     patience: int = 0
     min_delta: float = 0.0
     by_sites: bool = False
+    min_sites: int = 1
 
     @classmethod
-    def from_config(cls, config: RunConfig, metrics: Metrics) -> ModelSelection | None:
+    def from_config(cls, config: RunConfig, metrics: Metrics, method: Method) -> ModelSelection | None:
         """Build it from the config; None if no setting asks for it. `metrics` are the task's metrics.
 
         Raises:
-            ConfigError: the task or its evaluations lack the metric, or there are no evaluations.
+            ConfigError: the task or its evaluations lack the metric, there are no evaluations, or the sites' scores
+                cannot decide.
         """
         asked, name = config.evaluate, config.evaluate.metric
         if name not in metrics:
@@ -171,7 +174,7 @@ class ModelSelection:
                     f"task.evaluation: expected the server's test data with {why}, found none; name a folder, or set "
                     f"{KEY}, with which each site holds out examples"
                 )
-            _check_by_sites(config)
+            _check_by_sites(config, method)
         elif not asked.every:
             raise ConfigError(
                 f"evaluate.every: expected 1 or more with {why}, found 0, which evaluates only the last round"
@@ -182,11 +185,49 @@ class ModelSelection:
                 f'texts, found "{asked.generate}"; set it, or choose another metric'
             )
         by_sites = not config.task.evaluation
-        return cls(name, metrics[name], asked.select_model == "best", asked.patience, asked.min_delta, by_sites)
+        least = config.cohort.min_sites
+        return cls(name, metrics[name], asked.select_model == "best", asked.patience, asked.min_delta, by_sites, least)
 
     def gain(self, before: float, now: float) -> float:
         """Return how much better `now` is than `before`; negative if it is worse."""
         return before - now if self.metric.better == "lower" else now - before
+
+
+@dataclass(frozen=True)
+class SiteScores:
+    """One round's scores of the model that the sites received, on examples that they hold out.
+
+    Attributes:
+        by_site: each site's mean loss and its number of held-out examples, which is above 0; {} without scores.
+    """
+
+    by_site: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    @classmethod
+    def from_reports(cls, reports: Mapping[str, Mapping[str, float]]) -> SiteScores:
+        """Return the scores in a round's reports, by site."""
+        scored = {
+            site: (float(report[held_out_report.LOSS]), float(report.get(held_out_report.ROWS, 0)))
+            for site, report in reports.items()
+            if held_out_report.LOSS in report
+        }
+        return cls({site: score for site, score in sorted(scored.items()) if score[1] > 0})
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Return the sites with a score, sorted."""
+        return tuple(self.by_site)
+
+    @property
+    def loss(self) -> float:
+        """Return the mean loss, weighted by the number of held-out examples; NaN without sites."""
+        return self.mean_over(self.sites, self)
+
+    def mean_over(self, sites: Collection[str], weights: SiteScores) -> float:
+        """Return the mean loss of these sites, weighted by their numbers of examples in `weights`; NaN for none."""
+        rows = {site: weights.by_site[site][1] for site in sites}
+        total = sum(self.by_site[site][0] * number for site, number in rows.items())
+        return total / sum(rows.values()) if rows else math.nan
 
 
 @dataclass(frozen=True)
@@ -199,7 +240,7 @@ class BestEvaluation:
         reference: the score that the next improvement must exceed by evaluate.min-delta.
         waited: number of consecutive evaluations without such an improvement.
         split: the split whose scores decide: VALIDATION, SITES or "test".
-        sites: with SITES, the sites whose scores were averaged.
+        by_sites: with SITES, the sites' scores of the best model, of which `value` is the mean.
     """
 
     round: int | None = None
@@ -207,14 +248,20 @@ class BestEvaluation:
     reference: float = math.nan
     waited: int = 0
     split: str = "test"
-    sites: tuple[str, ...] = ()
+    by_sites: SiteScores = field(default_factory=SiteScores)
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Return the sites with a score of the best model, sorted; () unless sites decide."""
+        return self.by_sites.sites
 
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> BestEvaluation:
         """Return the best evaluation in a checkpoint, or the initial one if the checkpoint has none."""
-        split, sites = str(saved.get("split", "test")), tuple(map(str, saved.get("sites", ())))
+        split = str(saved.get("split", "test"))
+        sites = SiteScores({site: (float(loss), float(rows)) for site, (loss, rows) in saved.get("sites", {}).items()})
         if saved.get("round") is None:
-            return cls(waited=int(saved.get("waited", 0)), split=split, sites=sites)
+            return cls(waited=int(saved.get("waited", 0)), split=split, by_sites=sites)
         return cls(
             int(saved["round"]), float(saved["value"]), float(saved["reference"]), int(saved["waited"]), split, sites
         )
@@ -224,7 +271,7 @@ class BestEvaluation:
         return {
             "round": self.round, "value": None if self.round is None else self.value,
             "reference": None if self.round is None else self.reference, "waited": self.waited, "split": self.split,
-            "sites": list(self.sites),
+            "sites": {site: list(score) for site, score in self.by_sites.by_site.items()},
         }  # fmt: skip
 
     def after(self, choice: ModelSelection, round_: int, scores: Mapping[str, Mapping[str, float]]) -> BestEvaluation:
@@ -246,13 +293,54 @@ class BestEvaluation:
         if not math.isfinite(now):
             return replace(self, waited=self.waited + 1, split=split)
         if self.round is None:
-            return BestEvaluation(round_, now, now, split=split, sites=self.sites)
+            return BestEvaluation(round_, now, now, split=split)
         gain = choice.gain(self.reference, now)
         improved = gain > 0 and gain >= choice.min_delta
         best = replace(self, round=round_, value=now) if choice.gain(self.value, now) > 0 else self
         if not improved:
             return replace(best, waited=self.waited + 1)
         return replace(best, reference=now, waited=0)
+
+    def after_sites(self, choice: ModelSelection, round_: int, scores: SiteScores) -> tuple[BestEvaluation, str]:
+        """Return the best evaluation after a round that these sites scored, and what to log; "" for nothing.
+
+        Two rounds are compared over the sites that both have, with the row counts of the best one, so that a site that
+        is missing changes no mean:
+
+        | the sites that both have | what happens |
+        |---|---|
+        | at least cohort.min-sites, and half of the best round's, or all of both | the better round is the best |
+        | fewer, and the newer round has more sites than the best | the newer round replaces it, whatever it scored |
+        | fewer otherwise | the newer round has no score |
+        """
+        old, best, newer = self.by_sites, self.round, ", ".join(scores.sites)
+        if not scores.sites:
+            return self, (
+                "the model has no score: no site reported one; the sites' logs and the reports say why (max-scores in "
+                "their policies)"
+            )
+        if best is None:
+            first = self.after(choice, round_, {SITES: {choice.name: scores.loss}})
+            return (first if first.round is None else replace(first, by_sites=scores)), ""
+        common = [site for site in scores.sites if site in old.by_site]
+        is_enough = len(common) >= max(choice.min_sites, len(old.sites) / 2) or scores.sites == old.sites
+        if not is_enough and len(scores.sites) > len(old.sites) and math.isfinite(scores.loss):
+            return replace(self, round=round_, value=scores.loss, reference=scores.loss, by_sites=scores), (
+                f"the model replaces that of round {best + 1} as the best without a comparison: the sites {newer} "
+                f"reported scores, and only {', '.join(old.sites)} did before"
+            )
+        if not is_enough:
+            return self, (
+                f"the model has no score: the sites {newer} reported scores, and {', '.join(old.sites)} did for the "
+                f"best model, that of round {best + 1}"
+            )
+        before, now = old.mean_over(common, old), scores.mean_over(common, old)
+        there = replace(self, value=before, reference=before + self.reference - self.value)
+        after = there.after(choice, round_, {SITES: {choice.name: now}})
+        if after.round == best:
+            return replace(self, waited=after.waited), ""
+        loss, left = scores.loss, after.reference - after.value
+        return replace(after, value=loss, reference=loss + left, by_sites=scores), ""
 
     def stopped(self, choice: ModelSelection, done: int) -> str:
         """Explain why a run stops after round `done`; "" if it continues."""
@@ -273,36 +361,7 @@ class BestEvaluation:
         return {"best": {**about, "split": self.split}}
 
 
-@dataclass(frozen=True)
-class SiteScores:
-    """One round's scores of the model that the sites received, on examples that they hold out.
-
-    Attributes:
-        sites: the sites with a score, sorted.
-        loss: their mean loss, weighted by the number of held-out examples; NaN without sites.
-    """
-
-    sites: tuple[str, ...]
-    loss: float
-
-    @classmethod
-    def from_reports(cls, reports: Mapping[str, Mapping[str, float]]) -> SiteScores:
-        """Return the scores in a round's reports, by site."""
-        scored = {site: report for site, report in reports.items() if held_out_report.LOSS in report}
-        rows = {site: report[held_out_report.ROWS] for site, report in scored.items()}
-        total = sum(report[held_out_report.LOSS] * rows[site] for site, report in scored.items())
-        return cls(tuple(sorted(scored)), total / sum(rows.values()) if scored else math.nan)
-
-    def why_not_comparable(self, earlier: Collection[str]) -> str:
-        """Explain why this score cannot be compared with those of the sites `earlier`; "" if it can."""
-        if not self.sites:
-            return "no site reported a score; the sites' logs and the reports say why (max-scores in their policies)"
-        if earlier and set(earlier) != set(self.sites):
-            return f"the sites {', '.join(self.sites)} reported scores, and {', '.join(earlier)} did before"
-        return ""
-
-
-def _check_by_sites(config: RunConfig) -> None:
+def _check_by_sites(config: RunConfig, method: Method) -> None:
     """Raise ConfigError for a run in which scores of the sites cannot decide."""
     asked, why = config.evaluate, f"{KEY} and no task.evaluation"
     expected = {
@@ -310,6 +369,7 @@ def _check_by_sites(config: RunConfig) -> None:
         "evaluate.held-out": (0.0, asked.held_out, "because both hold out training examples"),
         "evaluate.every": (1, asked.every, "because sites score every model that they receive"),
         "cohort.fraction": (1.0, config.cohort.fraction, "because the scores of different sites cannot be compared"),
+        "cohort.buffer-size": (0, config.cohort.buffer_size, "because sites score models of different server steps"),
     }
     for key, (value, found, because) in expected.items():
         if found != value:
@@ -317,6 +377,11 @@ def _check_by_sites(config: RunConfig) -> None:
                 f"{key}: expected {value!r} with {why}, {because}, found {found!r}; leave it out, or name the server's "
                 "test data"
             )
+    if reason := method.site_score_conflict:
+        raise ConfigError(
+            f"method.name: expected a method whose sites start from the server's model with {why}, found "
+            f'"{config.method.name}", which {reason}; name the server\'s test data (task.evaluation)'
+        )
 
 
 def _what_decides(asked: EvaluateConfig) -> str:

@@ -27,12 +27,14 @@ class RunMessageRecorder:
         cohort: all sites of the attempt, for progress.json.
         step: with cohort.buffer-size, the round whose server step takes the uploads, which the records of replies then
             name along with the staleness of each; None otherwise.
+        step_attempt: the attempt at that step.
     """
 
     folder: RunFolder | None
     capture: MessageCapture | None
     cohort: Sequence[str]
     step: int | None = None
+    step_attempt: int = 0
 
     @property
     def with_data(self) -> bool:
@@ -73,7 +75,10 @@ class RunMessageRecorder:
     ) -> str:
         if self.folder is None:
             return ""
-        step = self.step if direction == "up" else None
+        step = None
+        # In one process, a site's round is computed when its upload arrives, so its broadcast is counted there too.
+        if self.step is not None and (direction == "up" or ctx.round != self.step):
+            step = self.step, self.step_attempt
         self.folder.disclosed(disclosed, ctx, self.cohort, direction, step)
         fields = [[name, size] for name, _, _, size in disclosed["fields"]]
         about = {"bytes": disclosed["bytes"], "variant": disclosed["variant"], "fields": fields, **more}

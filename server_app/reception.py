@@ -296,15 +296,22 @@ class Reception:
         pause = min(2 * before.pause, _LONGEST_PAUSE) if before else _FIRST_PAUSE
         self._incomplete[head.reply_to] = _IncompleteReply(head, time.monotonic() + pause, pause)
 
+    def drop_outcome(self, outcome: ReplyOutcome) -> None:
+        """Record a reply that the caller no longer waits for."""
+        self._note_drop({"site": outcome.site}, f"a reply from {outcome.site}, which has no open request")
+
     def _drop(self, head: ReplyHead) -> None:
         """Record a message that does not answer any request, and remove it from the SuperLink's disk."""
         if head.message_id not in self._open:
             self._source.discard_message(head)
+        about = {"node": str(head.node_id), "answers": sanitize(head.reply_to, _MAX_TEXT)}
+        self._note_drop(about, f"a message from node {head.node_id} that does not answer an open request")
+
+    def _note_drop(self, about: Mapping[str, str], what: str) -> None:
         self._dropped += 1
         if self._dropped <= MAX_DROPPED_LINES:
-            answers = sanitize(head.reply_to, _MAX_TEXT)
-            self._note_dropped({"messages": 1, "node": str(head.node_id), "answers": answers})
-            log(WARNING, "dropped a message from node %s that does not answer an open request", head.node_id)
+            self._note_dropped({"messages": 1, **about})
+            log(WARNING, "dropped %s", what)
 
 
 def read_given_reply(reply: Message, site: str, max_bytes: int, folder: Path | None) -> ReplyOutcome:

@@ -364,7 +364,7 @@ class RoundLoop:
         for ctx in asked:
             flight.ask(ctx)
         exchange = BufferedExchange.from_exchange(self._begun, round_, flight.states)
-        recorder = RunMessageRecorder(self.folder, self._capture, sorted(flight.contexts), step=round_)
+        recorder = RunMessageRecorder(self.folder, self._capture, sorted(flight.contexts), round_, address.attempt)
         return BufferedAttempt(
             exchange, self.server, self.settings, address, round_, list(flight.contexts.values()), recorder,
             self.folder.folder if self.folder else None, self._last, flight=flight, expires=self._expires,

@@ -192,14 +192,15 @@ class RunFolder:
         ctx: RoundContext,
         cohort: Sequence[str],
         direction: Direction,
-        step: int | None = None,
+        step: tuple[int, int] | None = None,
     ) -> None:
         """Append one message's disclosures, in the format of `fedveil.wire.envelope.describe_message`.
 
-        `step` is the round whose server step takes an upload, if that can be a later one.
+        `step` is the round and attempt whose server step takes an upload, if that can be a later one.
         """
         where = {"round": ctx.round, "attempt": ctx.address.attempt, "site": ctx.client}
-        where |= {"step": step} if step is not None else {}
+        if step is not None:
+            where |= {"step": step[0]} | ({"step-attempt": step[1]} if step[1] else {})
         self._disclosures.append(where, direction, disclosed)
         if direction == "down":
             self.underway.asked(ctx.round, ctx.address.attempt, list(cohort), ctx.client, disclosed["bytes"])

@@ -60,7 +60,7 @@ class RunPlan:
         guarantee = check_guarantee(method, config, isinstance(task, PerExampleLoss))
         check_public_length(guarantee, config)
         optimizers.check_optimizer(method, config)
-        selection = ModelSelection.from_config(config, tasks.task_info(config.task.name).metrics(config.task))
+        selection = ModelSelection.from_config(config, tasks.task_info(config.task.name).metrics(config.task), method)
         server_adapter = method.server_adapter if isinstance(method, ServerTrained) else method.adapter
         settings = RunSettings.from_config(config, name, selection)
         return cls(config, method, task, guarantee, selection, server_adapter, settings, device)

@@ -7,12 +7,13 @@
 
 An example is held out by a hash of its inputs, under a fixed key. So every run holds out the same examples, added
 examples do not move the others, and examples with the same inputs, such as several answers to one question, stay
-together. Rows of an own model are held out by their numbers. With `dp.unit-column`, the unit's id decides, so all its
-examples stay together.
+together. The inputs of a conversation are its turns before the last answer. Rows of an own model are held out by their
+numbers. With `dp.unit-column`, the unit's id decides, so all its examples stay together.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,9 +24,10 @@ from typing import Any
 import numpy as np
 
 from fedveil import rng, tasks
-from fedveil.config import RunConfig
+from fedveil.config import RunConfig, TaskConfig
 from fedveil.contract.task import Example, Examples, Task
 from fedveil.data import images, units
+from fedveil.data.conversations import ConversationError, read_conversation
 from fedveil.data.split_files import has_split
 from fedveil.data.tables import TableSelection
 from fedveil.errors import TaskError
@@ -109,7 +111,7 @@ def mark_held_out(examples: Iterable[Example], config: RunConfig, ids: Sequence[
         task = config.task
         columns = tasks.task_info(task.name).columns(task)
         inputs = [name for name in columns if name not in (task.target_column, task.rejected_column)]
-        texts = (_content(example, inputs, task.image_column) for example in examples)
+        texts = (_content(example, inputs, task) for example in examples)
     return [int.from_bytes(_digest(text), "little") < limit for text in texts]
 
 
@@ -117,9 +119,14 @@ def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=8, key=_STREAM).digest()
 
 
-def _content(example: Example, inputs: Sequence[str], image: str) -> bytes:
+def _content(example: Example, inputs: Sequence[str], task: TaskConfig) -> bytes:
     """Return the inputs of an example as bytes, which are equal for equal inputs."""
     values = {name: example.values[name] for name in inputs if name in example.values} or dict(example.values)
+    image, conversation = task.image_column, task.messages_column
+    if conversation and conversation in values:
+        # A conversation that cannot be read is dropped or refused later, so all of it may decide.
+        with contextlib.suppress(ConversationError):
+            values[conversation] = read_conversation(values[conversation])[0].texts
     if image in values:
         values[image] = hashlib.sha256(images.image_bytes(example, image)).hexdigest()
     try:

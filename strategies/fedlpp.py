@@ -90,6 +90,11 @@ class FedLPP(Method):
         """Return "": an upload is a change."""
         return ""
 
+    @property
+    def site_score_conflict(self) -> str:
+        """Return the reason: a site has Q(A_t) and Q(B_t)."""
+        return "sends a quantized proxy, so a site does not have the server's model"
+
     def __post_init__(self) -> None:
         BlockQuantizer(self.quantiser, self.bits, self.block)
         if not (self.server_rate > 0 and isfinite(self.server_rate)):

@@ -124,6 +124,11 @@ class FedQSN(Method):
         return "" if self._sends_change else "sends trained weights of a proxy instead of their change"
 
     @property
+    def site_score_conflict(self) -> str:
+        """Return the reason, unless the proxy is the server's model itself."""
+        return "" if self._is_open else "sends a masked or quantized proxy, so a site does not have the server's model"
+
+    @property
     def aggregate_divisor(self) -> float:
         """Return `scale`, for the masked columns."""
         return self.scale
@@ -177,9 +182,12 @@ class FedQSN(Method):
         return MaskedWeightsCodec(spec, masked, coders, getattr(torch, self.wire_dtype))
 
     @property
+    def _is_open(self) -> bool:
+        return self.server_rate == self.client_rate == 0.0 and self.quantiser == "none" and not self.upload_bits
+
+    @property
     def _sends_change(self) -> bool:
-        is_open = self.server_rate == self.client_rate == 0.0 and self.quantiser == "none" and not self.upload_bits
-        return self.update == "delta" and not is_open
+        return self.update == "delta" and not self._is_open
 
     @property
     def scale(self) -> float:

@@ -128,6 +128,13 @@ class FedRand(WeightAveragingMethod):
         return 0.0 < self.rho < 1.0
 
     @property
+    def stale_upload_conflict(self) -> str:
+        """Return the reason if sites start round 0 from their own factors, from which no change is known."""
+        if self.init_factors == "shared":
+            return ""
+        return 'starts each site from its own random factors (init_factors = "independent") instead of the server\'s'
+
+    @property
     def plans_entries(self) -> bool:
         """Return True: under secure aggregation the server draws the factors, so that enough sites send each one."""
         return True

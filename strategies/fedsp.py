@@ -133,6 +133,11 @@ class FedSP(Method):
         return ""
 
     @property
+    def site_score_conflict(self) -> str:
+        """Return the reason: a site has the proxy, and the server's model stays at the server."""
+        return "has the sites train a proxy, so a site does not have the server's model"
+
+    @property
     def keeps_private_state(self) -> bool:
         """Return whether the proxy stays at the site."""
         return self.proxy != "shared"

@@ -125,6 +125,11 @@ class HetLoRA(HeterogeneousRankMethod):
         return False
 
     @property
+    def site_score_conflict(self) -> str:
+        """Return the reason: sites with fewer ranks have a part of the factors."""
+        return "cuts the model to each site's rank, so a site scores its own cut"
+
+    @property
     def stale_upload_conflict(self) -> str:
         """Return the reason: the padding is no change that training made."""
         return "pads uploads with zeros up to the largest rank in a round"

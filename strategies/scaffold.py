@@ -91,6 +91,11 @@ class Scaffold(WeightAveragingMethod):
         return "adds changes of control variates, which belong to one round of a cohort"
 
     @property
+    def site_score_conflict(self) -> str:
+        """Return "": only the control variate stays at the site, and g_i(x) is of the received x."""
+        return ""
+
+    @property
     def requests_raw_gradient(self) -> bool:
         """Return True: clients also compute g_i(x)."""
         return True

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from fedveil import rng, strategies
 from fedveil.attacks.base import AdversaryView
-from fedveil.config import RunConfig, parse
+from fedveil.config import CohortConfig, RunConfig, parse
 from fedveil.contract.method import RoundContext
 from fedveil.contract.param_spec import Weights
 from fedveil.contract.task import Rows, Task
@@ -46,6 +46,8 @@ _SETTINGS: Mapping[str, object] = {
     "train.warmup-ratio": 0.0,
     "train.max-grad-norm": 0.0,
     "cohort.fraction": 1.0,
+    "cohort.buffer-size": 0,  # a control has two sites, and each round waits for both
+    "cohort.max-staleness": CohortConfig().max_staleness,
     "run.deterministic": True,
     "client.worker": False,
 }

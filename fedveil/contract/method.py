@@ -183,6 +183,17 @@ class Method(ABC):
         return "does not say what an upload for an earlier server state adds (stale_upload_conflict)"
 
     @property
+    def site_score_conflict(self) -> str:
+        """Return why a site cannot score the server's model (`evaluate.validation-share`); "" if it can.
+
+        It can if the weights that `client` first trains, or asks the gradient of, are those of the view "server". The
+        text completes "found METHOD, which ...".
+        """
+        return (
+            "keeps a part of the model at each site, so a site scores its own model" if self.keeps_private_state else ""
+        )
+
+    @property
     def requests_raw_gradient(self) -> bool:
         """Return whether clients ask for a batch's raw gradient, which no accountant covers."""
         return self.upload_kind == "gradients"

@@ -9,8 +9,9 @@ A site trains on the server's state that it received, while the server takes fur
 | for a state at most `cohort.max-staleness` steps older | is added with weight 1 / sqrt(1 + staleness) |
 | for an older state | is discarded, which the records say; the site is asked again after the step |
 
-A site has one request at a time, and is asked for each state at most once. So no batch is drawn twice, a site trains
-at most once per round in a privacy plan, and no site has two uploads in a step.
+A site has one request at a time, and no site has two uploads in a step. A site is asked for each state at most once,
+unless a step fails: with fewer uploads than it needs, the attempt is repeated from the same state, as a round is, and
+all sites are asked again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import final
 
+import torch
 from typing_extensions import override
 
 from fedveil.contract.contributions import AggregateSums, ClientContributions
@@ -59,6 +61,7 @@ class BufferedExchange(MessageExchange):
             self.states[upload.ctx.round].tensors,
             self.states[self.version].tensors,
             set(movable_names(self.spec)),
+            getattr(torch, getattr(self.method, "wire_dtype", "float32")),
         )
 
     @override

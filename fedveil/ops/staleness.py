@@ -58,15 +58,18 @@ def rebase_contributions(
     start: Weights,
     current: Weights,
     movable: Collection[str],
+    wire_dtype: torch.dtype = torch.float32,
 ) -> ClientContributions:
     """Return an upload's contributions, moved from the state it was trained from to the current one.
 
     Args:
         staleness: tau, the number of server steps between the two states.
         kind: what the contributions are: trained "weights", or "gradients" or "changes".
-        start: the server's tensors that the site received.
+        start: the server's tensors that the site received, before they were rounded for the wire.
         current: the server's tensors now, of the same names and shapes.
         movable: names of the tensors that training changes; the others are mixed instead of moved.
+        wire_dtype: the type that the start was rounded to. The change is measured from there, because otherwise the
+            rounding itself would count as training.
 
     Raises:
         ValueError: while the contributions are read, one of them has no counterpart in the states.
@@ -80,15 +83,22 @@ def rebase_contributions(
             if kind != "weights":
                 value = term.value.to(torch.float32) * scale
             else:
-                value = _moved(term, scale, start, current, movable)
+                value = _moved(term, scale, start, current, movable, wire_dtype)
             yield replace(term, value=value)
 
     return ClientContributions(moved(), terms.clear)
 
 
-def _moved(term: Contribution, scale: float, start: Weights, current: Weights, movable: Collection[str]) -> Tensor:
+def _moved(
+    term: Contribution,
+    scale: float,
+    start: Weights,
+    current: Weights,
+    movable: Collection[str],
+    wire_dtype: torch.dtype,
+) -> Tensor:
     if term.name not in start or term.name not in current:
         raise ValueError(f"{term.name}: expected a tensor of the server's state, found none; the method has a bug")
     now, value = current[term.name].to(torch.float32), term.value.to(torch.float32)
-    before = start[term.name].to(torch.float32) if term.name in movable else now
+    before = start[term.name].to(wire_dtype).to(torch.float32) if term.name in movable else now
     return now.add(value - before, alpha=scale)

@@ -12,7 +12,8 @@ before its first message; every message has its own line.
 | with scalars in addition to its fields | "scalars": {name: word, ...} |
 | with scores of held-out examples (evaluate.held-out) | "figures": {name: bytes, ...} |
 | that is an upload in a run with cohort.buffer-size | "step": the round whose server step takes it; "round" is that of
-  the state that the site trained from |
+  the state that the site trained from. In one process, also a late site's broadcast, which is counted in that step |
+| with a "step" whose attempt is not the first | "step-attempt": the attempt |
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, Final, final
 from fedveil.errors import StateError
 from fedveil.records import atomic_files
 
-__all__ = ["NAME", "DisclosureLedger", "read_messages"]
+__all__ = ["NAME", "DisclosureLedger", "counted_in", "read_messages"]
 
 NAME: Final = "disclosure.jsonl"
 Row = dict[str, Any]
@@ -47,7 +48,7 @@ class DisclosureLedger:
         """Append a message's disclosure.
 
         Args:
-            where: the message's round, attempt and site, and for an upload into a buffer its step.
+            where: the message's round, attempt and site, and for an upload into a buffer its step and step-attempt.
             disclosed: result of `fedveil.wire.envelope.describe_message`.
         """
         kind = self._kind(direction, disclosed)
@@ -76,12 +77,20 @@ def read_messages(file: Path) -> list[Row]:
     """Return every message in the ledger, or [] if there is no file. Skip a last line that is still being written.
 
     Each message has round, attempt, site, direction, variant, kind, bytes, payload_bytes, fields as [name, codec,
-    shape, bytes], scalars, and figures as bytes by name. Messages of the same kind share one list of fields.
+    shape, bytes], scalars, and figures as bytes by name; a message with a step has that and step-attempt too. Messages
+    of the same kind share one list of fields.
 
     Raises:
         StateError: a line has a different form; the error names the line.
     """
     return _read(file)[1]
+
+
+def counted_in(message: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the round and the attempt whose line in metrics.jsonl counts a message."""
+    if "step" in message:
+        return message["step"], message.get("step-attempt", 0)
+    return message["round"], message["attempt"]
 
 
 def _key(message: Mapping[str, Any], direction: str) -> tuple[Any, ...]:
@@ -141,7 +150,8 @@ def _checked(row: Row, kinds: list[Row]) -> Row:
     _expect(row, "scalars", "words by name", isinstance(scalars, dict))
     figures = row.get("figures", {})
     _expect(row, "figures", "bytes by name", isinstance(figures, dict) and all(map(_is_count, figures.values())))
-    _expect(row, "step", "a count", _is_count(row.get("step", 0)))
+    for key in ("step", "step-attempt"):
+        _expect(row, key, "a count", _is_count(row.get(key, 0)))
     fields, payload_bytes = kind["fields"], kind["payload_bytes"]
     if "others" in row:
         fields = [*fields]
@@ -154,6 +164,7 @@ def _checked(row: Row, kinds: list[Row]) -> Row:
         **{key: row[key] for key in ("round", "attempt", "site", "kind", "bytes")},
         "direction": kind["direction"], "variant": kind["variant"], "fields": fields, "scalars": scalars,
         "payload_bytes": payload_bytes, "figures": figures,
+        **({"step": row["step"], "step-attempt": row.get("step-attempt", 0)} if "step" in row else {}),
     }  # fmt: skip
 
 

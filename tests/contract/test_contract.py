@@ -355,6 +355,20 @@ def test_a_server_optimizer_steps_along_the_methods_update_or_is_refused_with_th
     assert any(not torch.equal(other[name], w) for name, w in wanted.items())
 
 
+@pytest.mark.long
+def test_a_site_scores_the_servers_model_or_the_method_says_why_not(exchange):
+    """The first weights that a site computes with, in a round after the first, are those of the view "server"."""
+    if exchange.method.site_score_conflict:
+        return
+    run, trainer = with_optimizer(exchange), ToyTrainer(exchange.spec)
+    run.round(0)
+    run.trainer_for = lambda site, ctx: trainer
+    server = {name: w.clone() for name, w in run.models()["server"].items()}
+    run.round(1)
+    for name, start in trainer.started_from[0].items():
+        torch.testing.assert_close(start.float(), server[name].float(), rtol=1e-2, atol=1e-2)
+
+
 def test_a_late_upload_moves_the_current_state_or_is_refused_with_the_reason(exchange):
     """The third site's upload comes two steps late, and is the only one that the third step waits for."""
     buffer = {"cohort.buffer-size": 2, "cohort.min-sites": 1}

@@ -45,7 +45,7 @@ class Runs:
         flat |= {"method.params": "rho = 0.5", "task.evaluation": "test"}
         config = parse(flat | {f"evaluate.{key.replace('_', '-')}": value for key, value in keys.items()})
         method = strategies.create_method(config.method.name, config.method.params)
-        choice = ModelSelection.from_config(config, tasks.task_info(config.task.name).metrics(config.task))
+        choice = ModelSelection.from_config(config, tasks.task_info(config.task.name).metrics(config.task), method)
 
         def scored(state, round_):
             self.states.setdefault(

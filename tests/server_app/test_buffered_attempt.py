@@ -15,12 +15,16 @@ from fedveil import rng
 from fedveil.client_app.app import app
 from fedveil.config import CohortConfig
 from fedveil.contract.message_address import MessageAddress
-from fedveil.contract.method import RoundContext
+from fedveil.contract.method import FederatedState, RoundContext
 from fedveil.errors import ConfigError, QuorumError
 from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.update_buffer import SitesInFlight
 from fedveil.records import audit_log
 from fedveil.records.tensor_state import state_digest
+from fedveil.server_app.buffered_attempt import BufferedAttempt
 from fedveil.server_app.flower_strategy import MethodStrategy
+from fedveil.server_app.message_recorder import RunMessageRecorder
+from fedveil.server_app.reception import LostReply
 from fedveil.server_app.run_folder import RunFolder
 from fedveil.server_app.run_settings import RunSettings
 from fedveil.strategies.fedavg import FedAvg
@@ -222,6 +226,31 @@ def test_a_restart_loses_what_was_in_flight_says_so_and_asks_again(grid, task, t
         assert line["in-flight"] == {"west": 0}
     assert [record.round for record in ours.history] == [2, 3]
     assert [m.metadata.dst_node_id for m in again.pushed][:4] == [1000, 1001, 1002, 1003]
+
+
+def test_a_reply_lands_the_request_of_its_own_site_or_is_dropped():
+    """Polled for east, the SuperLink answers with a reply of west, and then with a second one."""
+    contexts, dropped = {site: RoundContext(0, site, True, bytes(32)) for site in ("east", "west")}, []
+
+    answers = [[LostReply("west", 0, "gone"), LostReply("west", 0, "again")], [LostReply("east", 0, "away")]]
+
+    class Crossed:
+        def poll_replies(self, site):
+            yield from answers.pop(0)
+
+        def drop_outcome(self, reply):
+            dropped.append(reply)
+
+    flight = SitesInFlight(10)
+    flight.contexts |= contexts
+    attempt = BufferedAttempt(
+        MessageExchange(FedAvg(), "fedavg", {}), FederatedState(), RunSettings(CohortConfig(buffer_size=2)),
+        MessageAddress("run"), 0, list(contexts.values()), RunMessageRecorder(None, None, list(contexts)),
+        flight=flight, expires={}, newly_asked=list(contexts.values()),
+    )  # fmt: skip
+    assert list(attempt.iter_uploads(Crossed(), 5.0)) == []
+    assert attempt.tally.failed == {"west": "gone", "east": "away"}
+    assert dropped == [LostReply("west", 0, "again")]
 
 
 def test_what_does_not_go_with_a_buffer_on_a_server_is_refused_before_a_site_is_asked(grid, task):

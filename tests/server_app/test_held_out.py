@@ -63,7 +63,7 @@ def run_with(monkeypatch, tmp_path, policies, **keys):
         (tmp_path / f"{site}.toml").write_text(f"{text}\n{BOUNDS}{PERMITS}{permits}{more}")
     with RunFolder(tmp_path / "run") as folder:
         folder.config(config, method)
-        choice = ModelSelection.from_config(config, class_metrics(config.task))
+        choice = ModelSelection.from_config(config, class_metrics(config.task), method)
         ours = MethodStrategy(method, RunSettings.from_config(config, "run", choice), folder=folder, spec=task.spec)
         ours.start(grid, ArrayRecord(dict(task.initial(rng.initial_stream(9, "weights")))), 3)
     return ours, tmp_path / "run"

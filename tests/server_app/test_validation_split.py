@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -78,6 +79,25 @@ def test_an_image_is_held_out_by_its_bytes_and_not_by_its_name(tmp_path):
     assert 0 < sum(marks) < 40
 
 
+def test_a_conversation_is_held_out_by_its_turns_before_the_last_answer():
+    """Whatever the format and the answer; a last question without an answer is no input either."""
+    config = config_of(task__messages_column="talk", task__chat_template=True)
+    says = [("user", "role", "content"), ("human", "from", "value")]
+
+    def talk(i: int, answer: str, form: int, *more: str) -> Example:
+        user, role, text = says[form]
+        turns = [(user, f"question {i}"), (("assistant", "gpt")[form], answer), *((user, each) for each in more)]
+        return Example({"talk": [{role: who, text: said} for who, said in turns]})
+
+    marks = [mark_held_out([talk(i, "a", 0) for i in range(40)], config)]
+    marks += [
+        mark_held_out([talk(i, f"b{i}", form, *more) for i in range(40)], config) for form, *more in [(0,), (1, "?")]
+    ]
+    assert marks[0] == marks[1] == marks[2]
+    assert 0 < sum(marks[0]) < 40
+    assert len(mark_held_out([Example({"talk": []}), Example({"talk": None})], config)) == 2
+
+
 def test_a_value_of_an_unknown_kind_is_refused_without_the_value():
     with pytest.raises(TaskError, match="texts, numbers, lists or images in mr, found another kind") as caught:
         mark_held_out(Example.from_columns([{"mr": {"Jane Roe"}, "ref": "b"}]), config_of())
@@ -146,6 +166,11 @@ def test_too_few_rows_are_refused(tmp_path):
         ServerEvaluator.from_config(tasks.load_task(config, FedAvg().adapter), config)
 
 
+def check_selection(config) -> None:
+    method = strategies.create_method(config.method.name, config.method.params)
+    ModelSelection.from_config(config, tasks.task_info(config.task.name).metrics(config.task), method)
+
+
 BY_SITES = SHARE | {"method.name": "fedavg"}
 REFUSED = {
     "nothing decides": (
@@ -155,6 +180,10 @@ REFUSED = {
     "another metric": ({"evaluate.metric": "bleu"}, "evaluate.metric: expected 'loss' with evaluate.validation-share"),
     "both keys": ({"evaluate.held-out": 0.2}, "evaluate.held-out: expected 0.0 with evaluate.validation-share"),
     "some sites": ({"cohort.fraction": 0.5}, "cohort.fraction: expected 1.0 .* different sites cannot be compared"),
+    "a buffer": ({"cohort.buffer-size": 2}, "cohort.buffer-size: expected 0 .* models of different server steps"),
+    "own models": ({"method.name": "ditto"}, 'found "ditto", which keeps a part .* name the server\'s test data'),
+    "a proxy": ({"method.name": "fedlpp"}, 'found "fedlpp", which sends a quantized proxy'),
+    "cut models": ({"method.name": "hetlora"}, 'found "hetlora", which cuts the model to each site\'s rank'),
     "seldom": ({"evaluate.every": 2}, "evaluate.every: expected 1 .* sites score every model"),
 }
 
@@ -164,7 +193,15 @@ def test_scores_of_sites_that_cannot_decide_are_refused(what):
     keys, words = REFUSED[what]
     config = parse(BY_SITES | keys)
     with pytest.raises(ConfigError, match=words):
-        ModelSelection.from_config(config, tasks.task_info(config.task.name).metrics(config.task))
+        check_selection(config)
+
+
+def test_sites_that_start_from_the_servers_model_may_score_it():
+    for name, params in (("scaffold", ""), ("fedqsn", 'server_rate = 0.0\nclient_rate = 0.0\nquantiser = "none"')):
+        check_selection(parse(BY_SITES | {"method.name": name, "method.params": params}))
+    with pytest.raises(ConfigError, match='found "fedqsn", which sends a masked or quantized proxy'):
+        check_selection(parse(BY_SITES | {"method.name": "fedqsn"}))
+    check_selection(parse(BY_SITES | {"method.name": "ditto", "task.evaluation": "x"}))
 
 
 @pytest.mark.parametrize(
@@ -204,13 +241,49 @@ def test_a_round_reports_the_score_of_the_model_before_it():
     assert "loss has not improved in 2 evaluations" in tracker.stopped(9)
 
 
+def test_sites_that_drop_out_do_not_change_a_comparison():
+    """The first scored round lacks site c, whose loss is high; the best one is compared over the sites of both."""
+    tracker = BestRoundTracker(replace(CHOICE, min_sites=2), None)
+    tracker.scored(0, {})
+    scored = [{"a": 2.0, "b": 2.0}, {"a": 1.9, "b": 1.9, "c": 9.0}, {"a": 1.8, "c": 8.9}, {"b": 0.1}]
+    for round_, losses in enumerate(scored):
+        tracker.scored_by_sites(reports(**losses))
+        tracker.best = BestEvaluation.read(json.loads(json.dumps(tracker.best.saved())))  # a restart in between
+        assert (tracker.best.round, tracker.best.waited) == (min(round_, 2), 0)
+        tracker.scored(round_ + 1, {})
+    assert tracker.best.value == pytest.approx((1.8 + 8.9) / 2)
+    tracker.scored_by_sites(reports(a=1.85, b=0.1, c=8.9))
+    assert (tracker.best.round, tracker.best.waited) == (2, 1)
+
+
+def test_the_gain_that_is_left_until_an_improvement_survives_other_sites():
+    """The third round gains 0.8 + 0.8 over the first, on the sites that each pair of rounds has."""
+    tracker = BestRoundTracker(replace(CHOICE, min_sites=1, min_delta=1.0), None)
+    tracker.scored(0, {})
+    for round_, losses in enumerate([{"a": 5.0, "b": 7.0}, {"a": 4.2}, {"a": 3.4, "b": 9.0}]):
+        tracker.scored_by_sites(reports(**losses))
+        tracker.scored(round_ + 1, {})
+        assert (tracker.best.round, tracker.best.waited) == (round_, round_ % 2)
+    assert tracker.best.reference == tracker.best.value == pytest.approx(6.2)
+
+
+def test_more_sites_replace_a_best_round_of_few(caplog):
+    tracker = BestRoundTracker(replace(CHOICE, min_sites=3), None)
+    tracker.scored(0, {})
+    for round_, losses in enumerate([{"a": 0.1}, {"a": 3.0, "b": 3.0, "c": 3.0}, {"a": 2.0, "b": 2.0, "c": 2.0}]):
+        tracker.scored_by_sites(reports(**losses))
+        tracker.scored(round_ + 1, {})
+        assert tracker.best.round == round_
+    assert caplog.text.count("round 2: the model replaces that of round 1 as the best without a comparison") == 1
+
+
 @pytest.mark.parametrize("other", [{"a": 0.0}, {"a": 0.0, "c": 0.0}, {}], ids=["fewer", "others", "none"])
 def test_scores_of_other_sites_do_not_count(other, caplog):
-    tracker = BestRoundTracker(CHOICE, None)
+    tracker = BestRoundTracker(replace(CHOICE, min_sites=2), None)
     for round_ in range(2):
         tracker.scored_by_sites(reports(a=1.0, b=1.0))
         tracker.scored(round_, {})
     before = tracker.best
     tracker.scored_by_sites(reports(**other))
     assert tracker.best == before
-    assert "evaluate.validation-share: the model of round 2 has no score" in caplog.text
+    assert "evaluate.validation-share: round 2: the model has no score" in caplog.text

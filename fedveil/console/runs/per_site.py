@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fedveil.console.runs.run_reader import Row, RunView
 from fedveil.contract import held_out_report
 from fedveil.contract.row_counts import RowCounts
-from fedveil.records import disclosure_summary
+from fedveil.records import disclosure_ledger, disclosure_summary
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _under_way(run: RunView) -> LastRoundAttempt | None:
     waiting, reasons = run.progress.get("waiting"), run.progress.get("reasons")
     if type(at[0]) is not int or type(at[1]) is not int or not isinstance(reasons, dict):
         return None
-    messages = [message for message in run.messages if (message["round"], message["attempt"]) == at]
+    messages = [message for message in run.messages if disclosure_ledger.counted_in(message) == at]
     sent = {str(message["site"]) for message in messages if message["direction"] == "up"}
     sent -= set(map(str, waiting)) if isinstance(waiting, list) else set()
     silent = WAITING if _goes_on(run) else "no answer before the server stopped"
@@ -140,16 +140,20 @@ def absent_since(run: RunView) -> dict[str, int]:
     """Return the sites missing from the latest rounds, each with the first round that it missed, counted from 1.
 
     If a round did not ask the site, it counts as missed only if rounds ask all connected sites (cohort.fraction = 1),
-    because otherwise the site may just not have been sampled.
+    because otherwise the site may just not have been sampled. With cohort.buffer-size, only a round in which the site's
+    request failed counts, because otherwise the site may still be training.
     """
     rounds = [(int(attempt["round"]) + 1, attempt) for attempt in run.finished_rounds]
-    all_asked = run.config.get("config", {}).get("cohort.fraction", 1.0) == 1.0
+    config = run.config.get("config", {})
+    is_buffered = bool(config.get("cohort.buffer-size", 0))
+    all_asked = config.get("cohort.fraction", 1.0) == 1.0 and not is_buffered
     absent: dict[str, int] = {}
     for site in run.sites:
         for number, attempt in reversed(rounds):
             if site in (attempt.get("accepted") or []):
                 break
-            if all_asked or site in (attempt.get("cohort") or []) or site in (attempt.get("failed") or {}):
+            was_asked = all_asked or (not is_buffered and site in (attempt.get("cohort") or []))
+            if was_asked or site in (attempt.get("failed") or {}):
                 absent[site] = number
     return absent
 

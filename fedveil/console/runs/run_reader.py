@@ -182,7 +182,7 @@ class RunView:
     def _bytes(self, direction: str, total: str) -> int:
         listed, recorded = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         for message in self.messages:
-            listed[message["round"], message["attempt"]] += (message["direction"] == direction) * int(message["bytes"])
+            listed[disclosure_ledger.counted_in(message)] += (message["direction"] == direction) * int(message["bytes"])
         for attempt in self.attempts:
             recorded[int(attempt["round"]), int(attempt.get("attempt", 0))] += int(attempt.get(total, 0))
         return (listed | recorded).total()  # the larger of the two, because a current attempt has no line yet

@@ -175,6 +175,16 @@ def _quick():
     assert np.isfinite(findings.RESAMPLES)
 
 
+def test_a_control_of_a_buffered_run_has_rounds():
+    """Such a run has a buffer for more uploads than the control's two sites send."""
+    config = controls.control_config(
+        parse({"cohort.buffer-size": 3, "cohort.max-staleness": 4, "cohort.fraction": 0.5})
+    )
+    plain = controls.control_config(parse({}))
+    assert config.cohort == plain.cohort
+    assert plain.cohort.buffer_size == 0
+
+
 def test_a_control_is_undefended_whatever_the_run_was():
     noisy = {
         "dp.clip-norm": 1.0,

@@ -166,6 +166,12 @@ def test_what_does_not_go_with_a_buffer_is_refused(method, config, message):
         federation(method, **config)
 
 
+def test_fedrand_with_own_first_factors_does_not_go_with_a_buffer():
+    assert create_method("fedrand", "").stale_upload_conflict == ""
+    own = create_method("fedrand", 'init_factors = "independent"')
+    assert "its own random factors" in own.stale_upload_conflict
+
+
 @pytest.mark.parametrize("seconds", [{"e": 1.0}, {"a": 0.0}, {"a": math.inf}])
 def test_speeds_of_other_sites_and_without_end_are_refused(seconds):
     with pytest.raises(ConfigError, match="site_seconds: expected"):

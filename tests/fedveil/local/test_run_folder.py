@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from fedveil.console.runs import per_site
 from fedveil.console.runs.run_reader import load_run
 from fedveil.errors import ConfigError, StateError, TaskError
 from fedveil.local import LocalFederation
@@ -62,6 +63,19 @@ def test_the_folder_is_a_servers_and_says_that_it_is_of_one_process(place, tmp_p
         local.run()
     with pytest.raises(StateError, match="expected a new one, found a run"):
         federation(place, run__name="study", run__dir=str(tmp_path / "runs"))
+
+
+def test_a_late_sites_bytes_count_once_and_a_site_that_still_trains_is_not_absent(place):
+    """The west takes 2.5 steps, so in the last step it trains."""
+    folders = {site: place / site for site in ("north", "south", "west")}
+    flat = settings(place, cohort__buffer_size=2, run__rounds=5)
+    local = LocalFederation.from_config(flat, folders, site_seconds={"west": 2.5})
+    view = load_run(local.run().folder)
+    assert [attempt["staleness"].get("west") for attempt in view.attempts] == [None, None, 2, None, None]
+    for way, total in (("up", local.federation.upload_bytes), ("down", local.federation.download_bytes)):
+        assert view.unlisted(way) == 0
+        assert getattr(view, f"{way}load_bytes") == total
+    assert per_site.absent_since(view) == {}
 
 
 def test_metrics_are_a_frame_by_round(place):

@@ -42,6 +42,14 @@ def test_a_late_upload_by_hand():
         assert rebased(term, 3, kind, start, current).value.tolist() == [1.5]
 
 
+def test_the_rounding_of_the_start_on_the_wire_is_no_change():
+    """A site that receives 1 + 2^-10 in bf16 starts from 1; if training changes nothing, its upload changes nothing."""
+    start, current = {"w": tensor(1 + 2**-10)}, {"w": tensor(10.0)}
+    terms = ClientContributions([Contribution("w", torch.ones(1, dtype=torch.bfloat16), 1.0)])
+    moved = rebase_contributions(terms, 3, "weights", start, current, ("w",), torch.bfloat16)
+    assert next(iter(moved.tensors)).value.tolist() == [10.0]
+
+
 def test_an_upload_for_the_current_state_is_the_same_object():
     terms = ClientContributions([Contribution("w", tensor(3.0), 1.0)])
     assert rebase_contributions(terms, 0, "weights", {}, {}, ()) is terms

@@ -9,7 +9,7 @@ import pytest
 
 from fedveil.errors import StateError
 from fedveil.records import atomic_files
-from fedveil.records.disclosure_ledger import DisclosureLedger, read_messages
+from fedveil.records.disclosure_ledger import DisclosureLedger, counted_in, read_messages
 
 FIELDS = [[f"transformer.h.{i}.attn.c_attn.lora_A", "dense float32", [8, 192], 6144] for i in range(24)]
 
@@ -61,6 +61,14 @@ def test_figures_of_held_out_rows_stand_in_the_message_s_line_with_their_bytes(t
         file.write('{"round": 0, "attempt": 0, "site": "s", "kind": 0, "bytes": 1, "figures": {"a": "x"}}\n')
     with pytest.raises(StateError, match="line 4: .*figures: expected bytes by name"):
         read_messages(tmp_path / "d")
+
+
+def test_an_upload_into_a_buffer_counts_in_the_attempt_that_took_it(tmp_path):
+    ledger = DisclosureLedger(tmp_path / "d")
+    for more in ({}, {"step": 2}, {"step": 2, "step-attempt": 1}):
+        ledger.append(where() | more, "up", told())
+    counted = [counted_in(row) for row in read_messages(tmp_path / "d")]
+    assert counted == [(where()["round"], where()["attempt"]), (2, 0), (2, 1)]
 
 
 def test_lengths_that_only_the_sender_knows_stand_in_the_message_s_line(tmp_path):

@@ -305,7 +305,7 @@ def _check(arms: list[DemoRun], settings: dict[str, Any]) -> None:
         task = tasks.load_task(parsed, method.adapter)
         check_guarantee(method, parsed, isinstance(task, PerExampleLoss))
         optimizers.check_optimizer(method, parsed)
-        ModelSelection.from_config(parsed, tasks.task_info(parsed.task.name).metrics(parsed.task))
+        ModelSelection.from_config(parsed, tasks.task_info(parsed.task.name).metrics(parsed.task), method)
         task.examples(Path(parsed.task.data or DATA), "train")
         if parsed.task.evaluation:
             task.examples(Path(parsed.task.evaluation), "test")

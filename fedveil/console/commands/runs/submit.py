@@ -85,7 +85,7 @@ def _require_possible(config: RunConfig) -> None:
     claim = check_guarantee(method, config, has_row_gradients=True)  # the base determines this, and it is not here
     check_public_length(claim, config)
     optimizers.check_optimizer(method, config)
-    ModelSelection.from_config(config, tasks.task_info(config.task.name).metrics(config.task))
+    ModelSelection.from_config(config, tasks.task_info(config.task.name).metrics(config.task), method)
     aggregation_rules.check_cohort(config.secure, config.aggregate, config.cohort)
     aggregation_rules.check_entries(method, config.secure, config.cohort)
 

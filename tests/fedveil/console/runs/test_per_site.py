@@ -185,6 +185,15 @@ def test_a_site_that_was_not_drawn_is_not_lost(make_run):
     assert per_site.absent_since(_without(folder, {2: ("3", "")})) == {"site-3": 3}
 
 
+def test_with_a_buffer_only_a_failed_request_makes_a_site_absent(make_run):
+    folder = _without(make_run(), {2: ("", "3")}).folder
+    about = json.loads((folder / "config.json").read_text())
+    about["config"]["cohort.buffer-size"] = 2
+    (folder / "config.json").write_text(json.dumps(about))
+    assert per_site.absent_since(load_run(folder)) == {}
+    assert per_site.absent_since(_without(folder, {1: ("3", "")})) == {"site-3": 2}
+
+
 def test_a_run_that_lost_a_site_is_no_plain_completed_run_anywhere(make_run, capsys):
     run = _without(make_run(), {1: ("3", ""), 2: ("3", "")})
     words = "3 of 4 sites since round 2"
