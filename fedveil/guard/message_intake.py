@@ -1,15 +1,18 @@
 """Bound what a server can make a SuperNode keep: a message's tree, its bundle and its bytes.
 
-    receive -> require_tree            before the store registers the tree
-    get_fab -> require_bundle          before Flower reads pyproject.toml in it
-    pull_object -> the sum of bytes    before the next object is pulled
+    receive -> the metadata, require_tree   before Flower logs it, and before the store registers the tree
+    get_fab -> require_bundle               before Flower reads pyproject.toml in it
+    pull_object -> the sum of bytes         before the next object is pulled
+    afterwards -> limit_runs                the runs, bundles and contexts that stay (kept_runs.py)
 
 A refused message is logged, confirmed, so that the server does not send it again, and answered with an error that
-gives the reason. The SuperNode continues.
+gives the reason. The SuperNode continues. A message whose run or bundle Flower cannot read is refused, too.
 
 Formal guarantees, for one message:
 - the SuperNode keeps at most the limit below and the answers to the calls in progress (flower/response_sizes.py);
-- its tree expands to the tree that was sent (received_tree.py).
+- its tree expands to the tree that was sent (received_tree.py);
+- each text in its metadata has at most `MAX_TEXT` characters, all printable ASCII;
+- if it is refused, or its parts do not arrive, then nothing of a run that it brought stays.
 
 | site | limit on a message's bytes |
 |---|---|
@@ -30,11 +33,12 @@ from logging import WARNING
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Error, Message
+from flwr.app import Error, Message, MessageType
 from flwr.supercore import log
 from flwr.supercore.run import RunNotRunningException
 
 from fedveil.errors import WireError
+from fedveil.guard import kept_runs
 from fedveil.guard.flower import retries
 from fedveil.guard.flower.response_sizes import MAX_RESPONSE_BYTES
 from fedveil.guard.received_bundle import require_bundle
@@ -43,6 +47,7 @@ from fedveil.sanitize import sanitize
 from fedveil.wire.flower_objects import is_object_id
 
 EXTRA_BYTES = 16 << 20
+MAX_TEXT = 200
 _KEY = "max-bytes-a-round"
 _RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 _REASON = 500
@@ -90,26 +95,40 @@ class MessageIntake:
         self._message: Message | None = None
         self._refusal: WireError | None = None
         self._bytes = 0
+        self._has_run = True
+        self._has_call_failed = False
         self._lock = threading.Lock()
 
     def pull(self, original: Callable[..., int | None]) -> int | None:
         """Return the run of a message that was stored, or that was refused and answered; None if there was none."""
-        calls = {"receive": self._receive, "get_fab": self._get_fab, "pull_object": self._pull_object}
+        asked = ("get_run", "get_fab", "pull_object")
+        calls = {"receive": self._receive, **{name: getattr(self, f"_{name}") for name in asked}}
         try:
             run = original(**{**self._given, **calls})
-        except WireError:
-            if self._refusal is None:
+        except Exception as error:
+            if self._refusal is None and (self._message is None or self._has_call_failed):
                 raise
+            if self._refusal is None:
+                words = f"{type(error).__name__}: {sanitize(error, _REASON)}"
+                self._refusal = WireError(f"message: its run or bundle cannot be read: {words}")
+        finally:
+            if self._message is not None:
+                self._limit_runs(self._message.metadata.run_id)
         return run if self._refusal is None else self._answer_refusal()
 
     def _receive(self) -> Any:
         received = self._given["receive"]()
         if received is not None:
             self._message, tree = received
+            self._has_run = kept_runs.mark_used(self._given["state"], self._message.metadata.run_id)
+            self._require(self._require_metadata)
             self._limit = read_limit(self._given["node_config"])  # only now: there is a poll many times a second
             root, max_nodes = self._message.metadata.message_id, max_tree_nodes(self._limit.max_bytes)
             self._require(lambda: require_tree(tree, root, max_nodes, self._given["object_store"]))
         return received
+
+    def _get_run(self, run_id: int) -> Any:
+        return self._ask("get_run", run_id)
 
     def _get_fab(self, *args: Any) -> Any:
         fab = self._ask("get_fab", *args)
@@ -133,9 +152,28 @@ class MessageIntake:
             raise
         except Exception as error:
             if not retries.is_too_large(error):
+                self._has_call_failed = True
                 raise
             self._refusal = WireError(f"answer: expected at most {MAX_RESPONSE_BYTES} bytes, found more")
             raise self._refusal from None
+
+    def _limit_runs(self, run_id: int) -> None:
+        state = self._given["state"]
+        if not self._has_run:
+            kept_runs.forget_run(state, run_id)  # keeps it if its message was stored
+        kept_runs.limit_runs(state)
+
+    def _require_metadata(self) -> None:
+        """Raise WireError for text that Flower would log, and keep it out of the reply, which repeats it."""
+        assert self._message is not None
+        texts = self._message.metadata.__dict__
+        wrong = [name for name, text in texts.items() if isinstance(text, str) and not _is_short_ascii(text)]
+        for name in wrong:
+            if name != "_message_id":  # is_object_id decides whether there is a reply
+                texts[name] = MessageType.QUERY if name == "_message_type" else ""
+        if wrong:
+            name = sanitize(wrong[0].lstrip("_"), 40)
+            raise WireError(f"message: expected at most {MAX_TEXT} printable ASCII characters in {name}, found others")
 
     def _require_bytes(self) -> None:
         limit = self._limit
@@ -168,3 +206,7 @@ class MessageIntake:
         flowers = importlib.import_module("flwr.supernode.start_client_internal")
         flowers._insert_message(reply, self._given["state"], self._given["object_store"])
         return run
+
+
+def _is_short_ascii(text: str) -> bool:
+    return len(text) <= MAX_TEXT and text.isascii() and text.isprintable()

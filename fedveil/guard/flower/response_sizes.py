@@ -7,6 +7,7 @@ and a tree of 65,536 objects 5 MB.
 | answer | result |
 |---|---|
 | gRPC, larger | RESOURCE_EXHAUSTED; retries.py gives it up, because it would not become smaller |
+| gRPC, compressed, and larger after inflating | the same; gRPC inflates `MAX_RESPONSE_BYTES` of it at most |
 | HTTP, larger, with or without a stated length | WireError, after `MAX_RESPONSE_BYTES` at most |
 | HTTP, compressed | WireError; the SuperNode asks for an uncompressed one |
 """

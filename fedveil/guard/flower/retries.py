@@ -36,7 +36,7 @@ AGAIN = frozenset(
 PUSH_SECONDS = 300.0
 _PUSHES = ("PushMessagesRequest", "PushObjectRequest")
 _BAD_GATEWAY = "502"
-_TOO_LARGE = "eceived message larger than max"  # in gRPC's own text, whose beginning depends on the version
+_TOO_LARGE = ("eceived message larger than max", "ecompressed message larger than max")  # in gRPC's own text
 _TLS_WORDS = ("certificate", "ssl", "tls")  # the same as in Flower's http_retry.py
 
 _OWN = re.compile(r"fedveil: ((?:the site's clock is|this key is registered, but) [^\"\n]{1,300})")
@@ -64,7 +64,8 @@ def own_words(error: BaseException) -> str:
 def is_too_large(error: BaseException) -> bool:
     """Return whether gRPC refused an answer for its size (response_sizes.py)."""
     details = getattr(error, "details", None)
-    return status_of(error) == "RESOURCE_EXHAUSTED" and _TOO_LARGE in str(details() if callable(details) else "")[:500]
+    text = str(details() if callable(details) else "")[:500]
+    return status_of(error) == "RESOURCE_EXHAUSTED" and any(words in text for words in _TOO_LARGE)
 
 
 def is_unauthenticated(error: BaseException) -> bool:

@@ -71,8 +71,11 @@ class Server:
     fab: bytes = field(default_factory=lambda: bundle(("pyproject.toml", PYPROJECT)))
     confirmed: list[str] = field(default_factory=list)
     sent: list[tuple[str, str]] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
     pulled: int = 0
     fails_to_pull: Exception | None = None
+    fails_to_tell_the_run: Exception | None = None
+    hash_str: str = ""
     fails_to_confirm: type[BaseException] | None = None
 
     def __post_init__(self) -> None:
@@ -92,11 +95,17 @@ class Server:
         run: int | None = (look or self.look)(
             state=self.state, object_store=self.store, node_config={"policy": self.policy} if self.policy else {},
             receive=lambda: self.waiting.pop() if self.waiting else None,
-            get_run=lambda run: dataclasses.replace(Run.create_empty(run), fab_hash=object_id(self.fab)),
-            get_fab=lambda *_: Fab(object_id(self.fab), self.fab, {}), pull_object=self._pull,
+            get_run=self._get_run, pull_object=self._pull,
+            get_fab=lambda *_: Fab(self.hash_str or object_id(self.fab), self.fab, {}),
             confirm_message_received=self._confirm, trusted_entities=None,
         )  # fmt: skip
         return run
+
+    def _get_run(self, run: int) -> Run:
+        if self.fails_to_tell_the_run is not None:
+            raise self.fails_to_tell_the_run
+        self.asked.append(run)
+        return dataclasses.replace(Run.create_empty(run), fab_hash=object_id(self.fab), series_id=run)
 
     def _pull(self, _run: int, object_id: str) -> bytes:
         if self.fails_to_pull is not None:
@@ -119,6 +128,11 @@ class Server:
 
         self.push(state=self.state, object_store=self.store, send=send, push_object=lambda *_: None)
 
+    def kept(self) -> tuple[list[int], int, list[int]]:
+        """The runs, the number of bundles, and the series of the contexts that the SuperNode keeps."""
+        state = self.state
+        return [*state.run_store], len(state.fab_store), [*state.run_series_context_store]
+
     def require_refused(self, words: str) -> None:
         """The message is confirmed and answered, nothing of it stays, and the loop goes on without a pause."""
         assert self.step() == RUN
@@ -128,6 +142,7 @@ class Server:
         assert words in reason
         assert len(self.store) == 0
         assert len(self.state.msg_store) == 0
+        assert self.kept() == ([], 0, [])
         assert not [task for task in self.state.get_tasks(run_ids=[RUN]) if task.status.status == "pending"]
         assert self.step() is None
 
@@ -208,6 +223,73 @@ def test_an_object_in_too_large_an_answer_refuses_the_message(error: Exception) 
     server = Server(large(1), fails_to_pull=error)
     server.require_refused("answer: expected at most 16777216 bytes, found more")
     assert server.confirmed == [server.message.object_id]
+
+
+def test_a_run_in_too_large_an_answer_refuses_the_message() -> None:
+    server = Server(large(1), fails_to_tell_the_run=TooLarge())
+    server.require_refused("answer: expected at most 16777216 bytes, found more")
+    assert server.confirmed == [server.message.object_id]
+
+
+DAMAGED = {
+    "no-toml": (b"[tool", "ValueError: Invalid TOML"),
+    "no-app": (b"", "ValueError"),
+    "deep": (b"a = " + b"[" * 100_000, "RecursionError"),
+}
+
+
+@pytest.mark.parametrize("text,words", DAMAGED.values(), ids=DAMAGED)
+def test_a_bundle_that_flower_cannot_read_is_refused(text: bytes, words: str) -> None:
+    server = Server(large(1), fab=bundle(("pyproject.toml", text)))
+    server.require_refused("its run or bundle cannot be read: " + words)
+    assert server.confirmed == [server.message.object_id]
+
+
+def test_a_bundle_with_another_hash_is_refused_and_its_run_is_not_kept() -> None:
+    """Flower stores the run before it compares the hash."""
+    Server(large(1), hash_str="0" * 64).require_refused("ValueError: FAB hash mismatch")
+
+
+def test_a_run_that_the_server_does_not_tell_is_no_refusal() -> None:
+    server = Server(large(1), fails_to_tell_the_run=ConnectionError())
+    assert server.step() is None
+    assert (server.slept, server.confirmed, server.kept()) == ([1.0], [], ([], 0, []))
+
+
+def test_a_message_whose_parts_do_not_arrive_leaves_no_run() -> None:
+    server = Server(large(1), fails_to_pull=ConnectionError())
+    assert server.step() is None
+    assert server.kept() == ([], 0, [])
+    assert server.step(flowers._pull_and_store_message) is None
+
+
+def test_a_refused_message_of_a_known_run_leaves_the_run() -> None:
+    server = Server(large(1))
+    assert server.step() == RUN
+    server.waiting = [(message := large(2), doubled(message))]
+    assert server.step() == RUN
+    assert server.confirmed == [server.message.object_id, message.object_id]
+    assert server.kept() == ([RUN], 1, [RUN])
+    assert server.asked == [RUN]
+
+
+@pytest.mark.parametrize("text", ["x" * 201, "a\x1b[2J", "a\nb", "\u202e", "é"])
+def test_text_that_flower_would_log_is_refused(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    message = large(1)
+    message.metadata.group_id = text
+    message.metadata.__dict__["_message_type"] = f"train.{text}"
+    server = Server(message)
+    logging.getLogger(LOGGER_NAME).addHandler(caplog.handler)
+    assert server.step() == RUN
+    (reply,) = [entry.message for entry in server.state.msg_store.values()]
+    server.send()
+    logging.getLogger(LOGGER_NAME).removeHandler(caplog.handler)
+    ((answered, reason),) = server.sent
+    message_id = message.metadata.message_id
+    assert (answered, server.confirmed, server.pulled) == (message_id, [message_id], 0)
+    assert "at most 200 printable ASCII characters in group_id" in reason
+    assert (reply.metadata.group_id, reply.metadata.message_type) == ("", "query")
+    assert text not in caplog.text.replace("\n", " ") + reason
 
 
 def test_a_message_without_a_valid_id_is_dropped() -> None:

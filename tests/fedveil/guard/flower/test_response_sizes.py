@@ -5,6 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import gzip
 import importlib
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +20,7 @@ from flwr.proto.message_pb2 import PullObjectResponse
 from fedveil.errors import WireError
 from fedveil.guard import flower
 from fedveil.guard.flower import response_sizes
-from fedveil.guard.flower.retries import RetryPolicy
+from fedveil.guard.flower.retries import RetryPolicy, is_too_large
 
 SPEAKS = flower.installed_release().speaks
 LIMIT = 100_000
@@ -64,6 +66,59 @@ def test_a_larger_answer_over_grpc_is_refused_and_not_asked_for_again(monkeypatc
 
     assert RetryPolicy(Invoker()).should_give_up(refused.value)
     server.stop(0)
+
+
+_PEAK = """
+import sys
+import grpc
+from fedveil.guard.flower.response_sizes import limit_grpc_responses
+
+def read_peak():
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+limit_grpc_responses()
+with grpc.insecure_channel(sys.argv[1]) as channel:
+    assert channel.unary_unary("/fleet/fits")(b"", timeout=30)
+    before = read_peak()
+    try:
+        channel.unary_unary("/fleet/zeros")(b"", timeout=30)
+    except grpc.RpcError as error:
+        print((read_peak() - before) << 10, error.code().name, error.details())
+"""
+
+
+@pytest.mark.skipif(SPEAKS != "gRPC", reason="SuperNodes of this Flower speak HTTP")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
+def test_a_compressed_answer_over_grpc_is_inflated_to_the_limit_at_most() -> None:
+    class Zeros(grpc.GenericRpcHandler):
+        def service(self, details: Any) -> Any:
+            answer = b"1" if details.method.endswith("fits") else bytes(64 << 20)
+            return grpc.unary_unary_rpc_method_handler(lambda _request, _context: answer)
+
+    server = grpc.server(
+        concurrent.futures.ThreadPoolExecutor(2),
+        compression=grpc.Compression.Gzip,
+        options=[("grpc.max_send_message_length", -1)],
+    )
+    server.add_generic_rpc_handlers((Zeros(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    client = subprocess.run(
+        [sys.executable, "-c", _PEAK, f"127.0.0.1:{port}"], capture_output=True, text=True, timeout=60, check=True
+    )
+    server.stop(0)
+    peak, status, details = client.stdout.strip().split(" ", 2)
+    assert int(peak) < 32 << 20
+
+    class Refused(Exception):
+        def code(self) -> Any:
+            return grpc.StatusCode[status]
+
+        def details(self) -> str:
+            return details
+
+    assert is_too_large(Refused())
 
 
 class _Handler(BaseHTTPRequestHandler):
