@@ -135,6 +135,7 @@ def _read_header(image: bytes, window: tuple[float, float] | None) -> NiftiHeade
         raise ImageError("expected gray values of at most 64 bits, found another type", "save it as gray values")
     if Image.MAX_IMAGE_PIXELS and sizes[0] * sizes[1] > 2 * Image.MAX_IMAGE_PIXELS:
         raise Image.DecompressionBombError
+    gray_values.require_size(sizes[0] * sizes[1])
     if math.prod(sizes) * dtype.itemsize > _MOST_BYTES:
         raise ImageError(f"its volume has more than {_MOST_BYTES:,} bytes", "save its slices as files")
     offset = int(raw.get_data_offset())
