@@ -7,7 +7,8 @@
 | otherwise WindowCenter and WindowWidth | the first window, by its VOILUTFunction, as the standard defines it |
 | otherwise | scaled by the range of the stored bits, like a PNG with its sBIT; a value outside it is refused |
 | MONOCHROME1 | inverted |
-| RGB, YBR_FULL, YBR_FULL_422 with 8 bits | RGB; an Adobe marker in a JPEG comes first, refused if it contradicts |
+| RGB, YBR_FULL, YBR_FULL_422 with 8 bits | RGB; a JPEG whose markers contradict each other or these is refused |
+| no PixelRepresentation; gray with more than `gray_values.MOST_PIXELS` pixels | refused |
 | several frames | the first one |
 | any other color, lookup tables, values per frame | refused |
 | transfer syntax | uncompressed, RLE or JPEG Baseline; any other is refused |

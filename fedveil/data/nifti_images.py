@@ -8,7 +8,8 @@
 | task.image-window | applied to the rescaled values; values beyond it are black or white |
 | otherwise cal_min and cal_max | the display window that they define; values beyond it are black or white |
 | otherwise 8-bit unsigned values that are not rescaled | the same; all others are refused, as they declare no range |
-| several volumes, colors, complex numbers, a header without its data | refused |
+| several volumes, colors, complex numbers, a header without its data, a slice with more than
+  `gray_values.MOST_PIXELS` pixels | refused |
 
 Only numbers of the fixed header and the slice are used. Texts and extensions, which may name the patient, are not read.
 A gzipped file is inflated only as far as its header requires, after the size in the header is checked.
