@@ -43,6 +43,7 @@ _MOST_CLASSES = 50_000
 _LONGEST_CLASS_NAME = 200
 _BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 _LONGEST_TEMPLATE = 4096
+_MOST_GRAY = 1e15  # as gray_values.LARGEST
 _MOST_TEMPLATE_COLUMNS = 16
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 RENAMED_KEYS = {  # keys in files from before 0.2
@@ -90,8 +91,8 @@ def parse_window(text: str) -> tuple[float, float] | None:
         low, high = (float(part) for part in text.split(","))
     except ValueError:
         low = high = math.nan
-    if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise ValueError('expected the gray values for black and for white, such as "-1000,400"')
+    if not -_MOST_GRAY <= low < high <= _MOST_GRAY:  # also NaN
+        raise ValueError(f'expected the gray values for black and for white, up to {_MOST_GRAY:g}, such as "-1000,400"')
     return low, high
 
 

@@ -7,7 +7,8 @@
 | otherwise WindowCenter and WindowWidth | the first window, by its VOILUTFunction, as the standard defines it |
 | otherwise | scaled by the range of the stored bits, like a PNG with its sBIT; a value outside it is refused |
 | MONOCHROME1 | inverted |
-| RGB, YBR_FULL, YBR_FULL_422 with 8 bits | RGB |
+| RGB, YBR_FULL, YBR_FULL_422 with 8 bits | RGB; a JPEG whose markers contradict each other or these is refused |
+| no PixelRepresentation; gray with more than `gray_values.MOST_PIXELS` pixels | refused |
 | several frames | the first one |
 | any other color, lookup tables, values per frame | refused |
 | transfer syntax | uncompressed, RLE or JPEG Baseline; any other is refused |
@@ -38,16 +39,15 @@ _ATTRIBUTES = (
     "WindowWidth", "VOILUTFunction", "ModalityLUTSequence", "VOILUTSequence", "SharedFunctionalGroupsSequence",
     "PerFrameFunctionalGroupsSequence",
 )  # fmt: skip
-_UNCOMPRESSED = {
-    "1.2.840.10008.1.2": "Implicit VR Little Endian",
-    "1.2.840.10008.1.2.1": "Explicit VR Little Endian",
-    "1.2.840.10008.1.2.2": "Explicit VR Big Endian",
-}
+_IMPLICIT, _EXPLICIT, _BIG_ENDIAN = "1.2.840.10008.1.2", "1.2.840.10008.1.2.1", "1.2.840.10008.1.2.2"
+_UNCOMPRESSED = (_IMPLICIT, _EXPLICIT, _BIG_ENDIAN)
 _COMPRESSED = {"1.2.840.10008.1.2.5": "pydicom", "1.2.840.10008.1.2.4.50": "pillow"}  # the plug-in that decodes it
 _GRAY = ("MONOCHROME1", "MONOCHROME2")
 _COLORS = ("RGB", "YBR_FULL", "YBR_FULL_422")
 _OTHER_COLORS = ("PALETTE COLOR", "YBR_PARTIAL_422", "YBR_PARTIAL_420", "YBR_ICT", "YBR_RCT", "HSV", "ARGB", "CMYK")
 _FUNCTIONS = ("LINEAR", "LINEAR_EXACT", "SIGMOID")
+_SYNTAX = 0x00020010
+_PIXELS = (0x7FE00008, 0x7FE00009, 0x7FE00010)
 _MAGIC_AT = 128
 DICOM_START = _MAGIC_AT + 4  # bytes, enough for `is_dicom`
 _MAX_FRAMES = 1 << 20
@@ -98,7 +98,7 @@ def dicom_conversions(image: bytes, window: tuple[float, float] | None) -> tuple
     Raises:
         ImageError: the file is not decoded, for the reason given.
     """
-    header = _read_header(_open(image, with_pixels=False), _transfer_syntax(image), window)
+    header = _read_header(*_open(image, with_pixels=False), window)
     names = []
     if not header.is_gray:
         names += [f"{header.photometric} to RGB"] if header.photometric != "RGB" else []
@@ -123,8 +123,8 @@ def decode_dicom(image: bytes, window: tuple[float, float] | None) -> Any:
     """
     from PIL import Image
 
-    dataset = _open(image, with_pixels=True)
-    header = _read_header(dataset, _transfer_syntax(image), window)
+    dataset, syntax = _open(image, with_pixels=True)
+    header = _read_header(dataset, syntax, window)
     pixels = _decode_first_frame(dataset, header)
     if not header.is_gray:
         return Image.fromarray(pixels.astype(np.uint8, copy=False))
@@ -147,14 +147,24 @@ def _apply_own_window(values: np.ndarray, center: float, width: float, function:
     return gray_values.apply_window(values, center - width / 2, center + width / 2)
 
 
-def _open(image: bytes, with_pixels: bool) -> Any:
-    """Return pydicom's data set with only `_ATTRIBUTES`, and the pixel data with `with_pixels`."""
-    _quiet_pydicom()
-    _require_known_syntax(_transfer_syntax(image))
-    from pydicom import dcmread
+def _open(image: bytes, with_pixels: bool) -> tuple[Any, str]:
+    """Return the data set with only `_ATTRIBUTES`, and the pixel data with `with_pixels`; and the transfer syntax.
 
-    attributes: list[Any] = [*_ATTRIBUTES, *(["PixelData"] if with_pixels else [])]
-    return dcmread(io.BytesIO(image), stop_before_pixels=not with_pixels, specific_tags=attributes)
+    It is not read with dcmread, which would read the transfer syntax anew and inflate a deflated file, of any size.
+    """
+    _quiet_pydicom()
+    stream = io.BytesIO(image)
+    syntax = _read_syntax(stream)
+    _require_known_syntax(syntax)
+    from pydicom.filereader import read_dataset
+    from pydicom.tag import Tag
+
+    attributes: list[Any] = [Tag(name) for name in [*_ATTRIBUTES, *(["PixelData"] if with_pixels else [])]]
+    dataset = read_dataset(
+        stream, is_implicit_VR=syntax == _IMPLICIT, is_little_endian=syntax != _BIG_ENDIAN,
+        stop_when=None if with_pixels else (lambda tag, *_: tag in _PIXELS), specific_tags=attributes,
+    )  # fmt: skip
+    return dataset, syntax
 
 
 def _quiet_pydicom() -> None:
@@ -174,24 +184,23 @@ def _quiet_pydicom() -> None:
         warnings.filterwarnings("ignore", module="pydicom")
 
 
-def _transfer_syntax(image: bytes) -> str:
-    """Return the transfer syntax, from the file's first group of elements; "" if it has none.
+def _read_syntax(stream: io.BytesIO) -> str:
+    """Return the transfer syntax in the file's group 2; "" if it has none. The stream is left after that group.
 
-    It is read on its own because pydicom would inflate a deflated file, of any size, at once.
+    Raises:
+        ImageError: it has several, of which each reader would take another.
     """
-    _quiet_pydicom()
     from pydicom.filereader import data_element_generator
 
-    stream = io.BytesIO(image)
     stream.seek(DICOM_START)
     elements = data_element_generator(
-        stream, is_implicit_VR=False, is_little_endian=True, stop_when=lambda tag, *_: tag >= 0x00030000,
-        specific_tags=[0x00020010],
+        stream, is_implicit_VR=False, is_little_endian=True, stop_when=lambda tag, *_: tag >> 16 != 2,
+        specific_tags=[_SYNTAX],
     )  # fmt: skip
-    for element in elements:
-        if element.tag == 0x00020010 and isinstance(element.value, bytes):
-            return element.value.strip(b"\0 ").decode("ascii")
-    return ""
+    found = [element.value for element in elements if element.tag == _SYNTAX]
+    if len(found) > 1:
+        raise ImageError("it has more than one transfer syntax")
+    return found[0].strip(b"\0 ").decode("ascii") if found and isinstance(found[0], bytes) else ""
 
 
 def _require_known_syntax(syntax: str) -> None:
@@ -218,14 +227,18 @@ def _read_header(dataset: Any, syntax: str, window: tuple[float, float] | None) 
     if Image.MAX_IMAGE_PIXELS and rows * columns > 2 * Image.MAX_IMAGE_PIXELS:
         raise Image.DecompressionBombError
     photometric = _text(dataset, "PhotometricInterpretation")
-    allocated, signed = _integer(dataset, "BitsAllocated", 0), _integer(dataset, "PixelRepresentation", 0)
+    allocated, signed = _integer(dataset, "BitsAllocated", 0), _integer(dataset, "PixelRepresentation", -1)
     stored = _integer(dataset, "BitsStored", 0)
     is_gray = photometric in _GRAY
+    if is_gray:
+        gray_values.require_size(rows * columns)
     if not is_gray and photometric not in _COLORS:
         kind = photometric if photometric in _OTHER_COLORS else "an unknown kind"
         raise ImageError(f"expected gray, {', '.join(_COLORS)}, found the colors {kind}", _EXPORT)
     if _integer(dataset, "SamplesPerPixel", 1) != (1 if is_gray else 3):
         raise ImageError("its samples per pixel do not match its colors")
+    if signed == -1:
+        raise ImageError("it does not say whether its values are signed (PixelRepresentation)", _EXPORT)
     if allocated not in ((8, 16, 32) if is_gray else (8,)) or not 1 <= stored <= allocated or signed not in (0, 1):
         raise ImageError("expected gray with 8, 16 or 32 bits or colors with 8, found other bits per value", _EXPORT)
     if not is_gray and (stored, signed) != (8, 0):
@@ -259,9 +272,12 @@ def _with_windows(header: DicomHeader, dataset: Any, window: tuple[float, float]
         raise ImageError(
             "its values need a lookup table (VOI LUT), which is not applied", "set task.image-window, or " + _EXPORT
         )
+    low, high = header.stored_range()
+    if not centers and low == high:
+        raise ImageError("its rescale slope is too small", "set task.image-window, or " + _EXPORT)
     if centers and header.function not in _FUNCTIONS:
         raise ImageError("the function of its window is unknown", "set task.image-window, or " + _EXPORT)
-    if any(width <= 0 or (width < 1 and header.function == "LINEAR") for width in widths):
+    if widths and (widths[0] <= 0 or (widths[0] < 1 and header.function == "LINEAR")):
         raise ImageError("the width of its window is too small", "set task.image-window, or " + _EXPORT)
     return replace(header, windows=tuple(zip(centers, widths, strict=True)))
 
@@ -283,7 +299,9 @@ def _decode_first_frame(dataset: Any, header: DicomHeader) -> np.ndarray:
             raise ImageError("it is damaged or cut off")
         data, frames = data[: size + size % 2], 1
     elif _COMPRESSED[header.syntax] == "pillow":
-        _require_jpeg_size(data, header)
+        colors = _decode_marked_jpeg(data, header)
+        if colors is not None:
+            return colors
     decoded, _ = get_decoder(header.syntax).as_array(
         data, index=0, decoding_plugin=_COMPRESSED.get(header.syntax, ""),
         rows=header.rows, columns=header.columns, number_of_frames=frames,
@@ -295,18 +313,36 @@ def _decode_first_frame(dataset: Any, header: DicomHeader) -> np.ndarray:
     return np.asarray(decoded)
 
 
-def _require_jpeg_size(data: bytes, header: DicomHeader) -> None:
-    """Raise ImageError unless the first frame has the header's size; pydicom only compares the number of pixels."""
+def _decode_marked_jpeg(data: bytes, header: DicomHeader) -> np.ndarray | None:
+    """Return the first frame of a JPEG that states its colors as RGB; None for any other JPEG.
+
+    It states them in an Adobe marker, or in components named R, G and B. Pillow then returns RGB by itself, which
+    pydicom would convert once more.
+
+    Raises:
+        ImageError: it has another size than the header, of which pydicom compares only the number of pixels; or the
+            marker contradicts the rest of the file.
+    """
     from PIL import Image, UnidentifiedImageError
     from pydicom.encaps import get_frame
 
     try:
-        opened = Image.open(io.BytesIO(get_frame(data, 0, number_of_frames=header.frames)), formats=("JPEG",))
+        opened: Any = Image.open(io.BytesIO(get_frame(data, 0, number_of_frames=header.frames)), formats=("JPEG",))
     except UnidentifiedImageError:
         raise ImageError("it is damaged or cut off") from None
     with opened:
         if opened.size != (header.columns, header.rows):
             raise ImageError("its pixels do not have the size that its header gives")
+        if opened.mode != ("L" if header.is_gray else "RGB"):
+            raise ImageError("its samples per pixel do not match its colors")
+        names_rgb = [layer[0] for layer in opened.layer] == [*b"RGB"]
+        transform = opened.info.get("adobe_transform", 0 if names_rgb else None)
+        if header.is_gray or transform is None:
+            return None
+        is_rgb = transform == 0 and "jfif" not in opened.info and (names_rgb or header.photometric == "RGB")
+        if transform != 1 and not is_rgb:
+            raise ImageError("its JPEG markers contradict each other or its colors", _EXPORT)
+        return np.asarray(opened)
 
 
 def _numbers(dataset: Any, name: str) -> list[float]:

@@ -2,15 +2,17 @@
 
 | in the workbook | in the row |
 |---|---|
-| text | the same |
+| text | the same; an escape such as _x000D_ is its character. openpyxl removes x005F_, the escape of an escape, from
+  shared texts, so there an _x000D_ that is meant literally is read as the character too |
 | a number | as stored, not as displayed: 0.5 for 50 %; 7 for 7.0 |
-| a date; a date with time; a time; a duration | 2024-05-31; 2024-05-31 13:45:00; 13:45:00; 26:30:00 |
+| a date; a date with time; a time; a duration | 2024-05-31; 2024-05-31 13:45:00; 13:45:00; 26:30:00, -0:30:00 |
 | TRUE, FALSE | true, false |
 | a formula | its stored result; refused without one |
 | an error, such as #N/A; merged cells | refused |
 | an empty cell; an empty row | an empty text, as in CSV; skipped, as in CSV |
 | hidden rows, columns and sheets | read like the others |
 | rows in several sheets | refused |
+| rows or columns that are repeated or out of order | refused |
 
 The first row with a value names the columns. Sizes are bounded by what the archive declares, which `zipfile` enforces,
 and while reading.
@@ -24,8 +26,9 @@ import re
 import warnings
 import zipfile
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fedveil.data.row_values import as_text
 from fedveil.errors import TaskError
@@ -35,14 +38,20 @@ __all__ = ["EXCEL_SUFFIX", "HOW_EXCEL_IS_READ", "iter_excel_rows"]
 EXCEL_SUFFIX = ".xlsx"
 HOW_EXCEL_IS_READ = "read as Excel, values as stored rather than as displayed"
 MAX_UNPACKED = 1 << 30  # bytes of all parts of a workbook
-MAX_PART = 1 << 28  # bytes of a part that is held in memory: every part except the sheets
+MAX_PART = 1 << 28  # bytes of a part that is no sheet: the texts, a picture
+MAX_OTHER = 1 << 24  # bytes of any other part, and of a sheet outside its rows: openpyxl holds them as objects
+MAX_ROW = 1 << 22  # bytes of a row, which is held as objects too
 MAX_CELLS = 100_000_000
 _MOST_PARTS = 10_000
 _MOST_ROWS, _MOST_COLUMNS = 1 << 20, 1 << 14  # Excel's own limits
 _ENCRYPTED_OR_OLD = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
-_SHEETS = re.compile(r"worksheets/[^/]*\.xml$")
-_FORMULA, _MERGED = (re.compile(rb"<(?:\w+:)?" + name + rb"[\s/>]") for name in (b"f", b"mergeCell"))
-_PIECE, _OVERLAP = 1 << 20, 64
+_SHEETS = re.compile(r"(^|/)(worksheets/[^/]*|sheet\d*)\.xml$")
+_LARGE = re.compile(r"(^|/)sharedStrings\.xml$|^xl/(media|embeddings)/", re.IGNORECASE)
+_MERGED = re.compile(rb"<(?:\w+:)?mergeCell[\s/>]")
+_ROW, _TAG_START = re.compile(rb"row[\s/>]"), re.compile(rb"<(/?)(?:\w+:)?\Z")
+_ESCAPE = re.compile(r"_x([0-9A-Fa-f]{4})_")
+_NO_CODES = re.compile(r'"[^"]*"|\[[^\]]*\]|[\\_*].')  # the parts of a number format that are shown as they are
+_PIECE = 1 << 20
 _QUIET: Any = ("ignore", None, Warning, re.compile("openpyxl"), 0)  # as in warnings.filters
 
 
@@ -54,8 +63,8 @@ def iter_excel_rows(file: Path) -> Iterator[dict[str, str]]:
     """
     _require_openpyxl(file)
     try:
-        has_formulas = _check_archive(file)
-        yield from _rows(file, has_formulas)
+        _check_archive(file)
+        yield from _rows(file)
     except TaskError:
         raise
     except Exception as error:  # openpyxl raises errors of many types for damaged files; their texts quote values
@@ -77,8 +86,8 @@ def _require_openpyxl(file: Path) -> None:
         warnings.filterwarnings("ignore", module="openpyxl")
 
 
-def _check_archive(file: Path) -> bool:
-    """Return whether a sheet has formulas. Raises TaskError for an archive that is too large, or has merged cells."""
+def _check_archive(file: Path) -> None:
+    """Raise TaskError for an archive that is too large or encrypted, or a sheet with merged cells."""
     with file.open("rb") as opened:
         if opened.read(len(_ENCRYPTED_OR_OLD)) == _ENCRYPTED_OR_OLD:
             raise TaskError(
@@ -87,38 +96,75 @@ def _check_archive(file: Path) -> bool:
             )
     with zipfile.ZipFile(file) as archive:
         parts = archive.infolist()
-        sizes = {part.filename: part.file_size for part in parts}
-        held = [size for name, size in sizes.items() if not _SHEETS.search(name)]
-        if len(parts) > _MOST_PARTS or sum(sizes.values()) > MAX_UNPACKED or max(held, default=0) > MAX_PART:
+        if any(part.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for part in parts):
             raise TaskError(
-                f'task.data: expected at most {MAX_UNPACKED:,} bytes unpacked from "{file}", and {MAX_PART:,} of its '
-                "texts, found more; save the table as CSV, or divide it"
+                f'task.data: cannot read "{file}" as Excel: it is compressed in another way than Excel does; save it '
+                "again as .xlsx"
             )
-        sheets = [name for name in sizes if _SHEETS.search(name)]
-        has_formulas = not sheets
-        for name in sheets:
-            with archive.open(name) as part:
-                end = b""
-                while piece := part.read(_PIECE):
-                    if not end and b"\0" in piece[:64]:
-                        raise zipfile.BadZipFile  # UTF-16, in which formulas would not be found
-                    has_formulas = has_formulas or bool(_FORMULA.search(end + piece))
-                    if _MERGED.search(end + piece):
-                        raise TaskError(
-                            f'task.data: expected no merged cells in "{file}", found some, of which all but the first '
-                            "are empty; unmerge them"
-                        )
-                    end = piece[-_OVERLAP:]
-    return has_formulas
+        sizes = {part.filename: part.file_size for part in parts}
+        held = {name: size for name, size in sizes.items() if not _SHEETS.search(name)}
+        if (
+            len(parts) > _MOST_PARTS
+            or sum(sizes.values()) > MAX_UNPACKED
+            or any(size > (MAX_PART if _LARGE.search(name) else MAX_OTHER) for name, size in held.items())
+        ):
+            raise TaskError(
+                f'task.data: expected at most {MAX_UNPACKED:,} bytes unpacked from "{file}", {MAX_PART:,} of its texts '
+                f"and {MAX_OTHER:,} of any part beside its sheets, found more; save the table as CSV, or divide it"
+            )
+        for name in sizes:
+            if _SHEETS.search(name):
+                with archive.open(name) as part:
+                    _check_sheet(file, part)
 
 
-def _rows(file: Path, has_formulas: bool) -> Iterator[dict[str, str]]:
+def _check_sheet(file: Path, part: IO[bytes] | Any) -> None:
+    """Raise TaskError for a sheet with merged cells, a long row, or much beside its rows."""
+    rest, is_row, in_row, beside, is_start = b"", False, 0, 0, True
+    while piece := part.read(_PIECE):
+        text = rest + piece
+        if is_start and b"\0" in text[:64]:
+            raise zipfile.BadZipFile  # UTF-16, in which merged cells would not be found
+        if b"<!" in text or text.find(b"<?", 8 if is_start else 0) >= 0:
+            raise zipfile.BadZipFile  # a comment or the like, in which a tag is none
+        end, last, is_start = text.rfind(b">") + 1, 0, False
+        if b"mergeCell" in text and _MERGED.search(text, 0, end):
+            raise TaskError(
+                f'task.data: expected no merged cells in "{file}", found some, of which all but the first are empty; '
+                "unmerge them"
+            )
+        for at, opens in (*_row_tags(text, end), (end, None)):
+            size = at - last
+            in_row, beside = (in_row + size, beside) if is_row else (0, beside + size)
+            if max(in_row, len(text) - end) > MAX_ROW or beside > MAX_OTHER:
+                raise TaskError(
+                    f'task.data: expected at most {MAX_ROW:,} bytes in a row of "{file}" and {MAX_OTHER:,} beside its '
+                    "rows, found more; save the table as CSV"
+                )
+            if opens is not None:
+                last, is_row, in_row = at, opens, 0
+        rest = text[end:]
+
+
+def _row_tags(text: bytes, end: int) -> Iterator[tuple[int, bool]]:
+    """Yield where each row's tags are in `text[:end]`, and whether the row goes on behind the tag."""
+    for found in _ROW.finditer(text, 0, end):
+        if start := _TAG_START.search(text, max(0, found.start() - 64), found.start()):
+            close = text.find(b">", found.end() - 1)
+            yield start.start(), not start[1] and text[close - 1 : close] != b"/"
+
+
+def _rows(file: Path) -> Iterator[dict[str, str]]:
     from openpyxl import load_workbook
 
     book = load_workbook(file, read_only=True, data_only=True, keep_links=False)
-    plain = load_workbook(file, read_only=True, data_only=False, keep_links=False) if has_formulas else None
     try:
-        filled = [at for at, sheet in enumerate(book.worksheets) if next(_records(file, sheet, None), None)]
+        if not all(_SHEETS.search(sheet._worksheet_path) for sheet in book.worksheets):
+            raise TaskError(
+                f'task.data: expected the sheets of "{file}" in its part "worksheets", found one elsewhere; save it '
+                "again with Excel"
+            )
+        filled = [at for at, sheet in enumerate(book.worksheets) if next(_records(file, sheet), None)]
         if len(filled) > 1:
             numbers = " and ".join(str(at + 1) for at in filled[:4])
             raise TaskError(
@@ -126,66 +172,84 @@ def _rows(file: Path, has_formulas: bool) -> Iterator[dict[str, str]]:
                 "sheet as a file of its own"
             )
         for at in filled:
-            yield from _named_rows(file, _records(file, book.worksheets[at], plain and plain.worksheets[at]))
+            yield from _named_rows(file, _records(file, book.worksheets[at]))
     finally:
         book.close()
-        if plain:
-            plain.close()
 
 
-def _named_rows(file: Path, records: Iterator[list[str]]) -> Iterator[dict[str, str]]:
-    names = next(records)
+def _named_rows(file: Path, records: Iterator[tuple[int, list[str]]]) -> Iterator[dict[str, str]]:
+    _, names = next(records)
     if not all(names) or len(set(names)) < len(names):
         raise TaskError(
             f'task.data: expected different names in the first row of "{file}", found an empty name or a name twice; '
             "correct the row"
         )
-    for number, record in enumerate(records, start=1):
+    for number, record in records:
         if len(record) > len(names):
             raise TaskError(
-                f'task.data: expected {len(names)} values in row {number} of "{file}", as in its first row, found '
-                f"{len(record)}; name every column, and put no text above or beside the table"
+                f'task.data: expected {len(names)} values in row {number} of the sheet in "{file}", as in its first '
+                f"row, found {len(record)}; name every column, and put no text above or beside the table"
             )
         yield dict(zip(names, record + [""] * (len(names) - len(record)), strict=True))
 
 
-def _records(file: Path, sheet: Any, plain: Any) -> Iterator[list[str]]:
-    """Yield the texts of the rows that have any, without empty cells at their end.
-
-    Args:
-        sheet: the sheet with the stored results of formulas.
-        plain: the sheet with the formulas; None if it has none.
+def _records(file: Path, sheet: Any) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number and the texts of each row that has any, without empty cells at its end.
 
     Raises:
-        TaskError: a cell has an error or a formula without a result, or there are too many rows, columns or cells.
+        TaskError: a cell has an error or a formula without a result, there are too many rows, columns or cells, or
+            they are not in order.
     """
-    sheet.reset_dimensions()  # the size that the sheet declares may be wrong
-    if plain is not None:
-        plain.reset_dimensions()
-    others = plain.iter_rows() if plain is not None else None
-    count = 0
-    for at, row in enumerate(sheet.iter_rows(), start=1):
-        formulas = next(others, ()) if others is not None else ()
-        count += len(row)
-        if at > _MOST_ROWS or len(row) > _MOST_COLUMNS or count > MAX_CELLS:
+    from openpyxl.cell.read_only import ReadOnlyCell
+
+    count, last_row = 0, 0
+    for at, cells in _parsed_rows(sheet):
+        columns = [cell["column"] for cell in cells]
+        width = max(columns, default=0)
+        count += width
+        if at > _MOST_ROWS or width > _MOST_COLUMNS or count > MAX_CELLS:
             raise TaskError(
                 f"task.data: expected at most {_MOST_ROWS:,} rows, {_MOST_COLUMNS:,} columns and {MAX_CELLS:,} cells "
                 f'in "{file}", found more; save the table as CSV'
             )
-        texts = []
-        for column, cell in enumerate(row):
-            is_formula = column < len(formulas) and formulas[column].data_type == "f"
-            if cell.data_type == "e" or (is_formula and cell.value is None and cell.data_type != "str"):
-                found = "an error" if cell.data_type == "e" else "a formula without its result"
+        is_ordered = all(left < right for left, right in pairwise([0, *columns]))
+        if at <= last_row or not is_ordered or any(cell["row"] != at for cell in cells):
+            raise TaskError(
+                f'task.data: expected rows and columns in order in the sheet in "{file}", each once, found others; '
+                "save the file with Excel"
+            )
+        last_row, texts = at, [""] * width
+        for cell in cells:
+            kind, is_formula = cell["data_type"], cell.pop("is_formula")
+            if kind == "e" or (is_formula and cell["value"] is None and kind != "str"):
+                found = "an error" if kind == "e" else "a formula without its result"
                 raise TaskError(
-                    f'task.data: expected a value in column {column + 1}, row {at} of the sheet in "{file}", found '
+                    f'task.data: expected a value in column {cell["column"]}, row {at} of the sheet in "{file}", found '
                     f"{found}; replace it by its value, or save the file with Excel"
                 )
-            texts.append(_text_of(cell))
+            texts[cell["column"] - 1] = _text_of(ReadOnlyCell(sheet, **cell))
         while texts and not texts[-1]:
             texts.pop()
         if texts:
-            yield texts
+            yield at, texts
+
+
+def _parsed_rows(sheet: Any) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Yield each row's number and cells, as they are in the file, with the stored results of formulas.
+
+    openpyxl's own rows omit a row or cell that is out of order, and do not say where a formula is.
+    """
+    from openpyxl.worksheet._reader import FORMULA_TAG, WorkSheetParser
+
+    book = sheet.parent
+    with sheet._get_source() as source:
+        parser: Any = WorkSheetParser(
+            source, sheet._shared_strings, data_only=True, epoch=book.epoch, date_formats=book._date_formats,
+            timedelta_formats=book._timedelta_formats,
+        )  # fmt: skip
+        parse_cell = parser.parse_cell
+        parser.parse_cell = lambda cell: {**parse_cell(cell), "is_formula": cell.find(FORMULA_TAG) is not None}
+        yield from parser.parse()
 
 
 def _text_of(cell: Any) -> str:
@@ -194,11 +258,22 @@ def _text_of(cell: Any) -> str:
     match value:
         case None:
             return ""
-        case float() if value.is_integer() and abs(value) < 1e15:
+        case str():
+            return _unescape(value)
+        case float() if value.is_integer() and abs(value) <= 2**53:
             return str(int(value))
-        case datetime.datetime() if value.time() == datetime.time() and "h" not in str(cell.number_format).lower():
-            return value.date().isoformat()
+        case datetime.datetime() if value.time() == datetime.time():
+            codes = _NO_CODES.sub("", str(cell.number_format)).lower()
+            return value.isoformat(" ") if "h" in codes else value.date().isoformat()
         case datetime.timedelta():
-            minutes, seconds = divmod(round(value.total_seconds()), 60)
-            return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+            minutes, rest = divmod(abs(value), datetime.timedelta(minutes=1))
+            fraction = f".{rest.microseconds:06}".rstrip("0") if rest.microseconds else ""
+            sign = "-" if value < datetime.timedelta() else ""
+            return f"{sign}{minutes // 60}:{minutes % 60:02}:{rest.seconds:02}{fraction}"
     return as_text(value) or ""
+
+
+def _unescape(text: str) -> str:
+    """Return the text with the characters that its escapes (ST_Xstring) stand for. Raises ValueError for half a one."""
+    found = _ESCAPE.sub(lambda escape: chr(int(escape[1], 16)), text)
+    return found if found == text else found.encode("utf-16", "surrogatepass").decode("utf-16")

@@ -8,6 +8,7 @@ __all__ = ["ImageError", "RangeError", "apply_range", "apply_window", "name_rang
 
 INVERTED = "inverted, because 0 is white"
 FIRST_FRAME = "first of several frames"
+MOST_PIXELS = 1 << 25  # of a gray DICOM or NIfTI image: a pixel takes about 32 bytes while its values are scaled
 LARGEST = 1e15  # of a number in a header: with more, its products with pixels could overflow
 
 
@@ -26,6 +27,12 @@ class RangeError(ImageError):
         super().__init__(reason, "save it with 8 or 16 bits, or set task.image-window")
 
 
+def require_size(pixels: int) -> None:
+    """Raise ImageError for more than `MOST_PIXELS` pixels."""
+    if pixels > MOST_PIXELS:
+        raise ImageError(f"it has more than {MOST_PIXELS:,} gray pixels", "save it smaller, or in pieces")
+
+
 def name_range(low: float, high: float, kind: str = "grey") -> str:
     """Return the name of the conversion that `apply_range` makes."""
     return f"{kind} from {low:g} to {high:g} scaled to 8 bits"
@@ -40,8 +47,10 @@ def apply_range(values: np.ndarray, low: float, high: float) -> np.ndarray:
     """Return gray values, float64, as values from 0 (`low`) to 1 (`high`).
 
     Raises:
-        RangeError: a value is not finite or lies outside the range.
+        RangeError: the range is empty, or a value is not finite or lies outside the range.
     """
+    if not low < high:
+        raise RangeError("its declared range is empty")
     if not np.isfinite(values).all() or values.min() < low or values.max() > high:
         raise RangeError(f"it has values outside of its declared range from {low:g} to {high:g}")
     return np.asarray((values - low) / (high - low))

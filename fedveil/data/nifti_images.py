@@ -8,7 +8,8 @@
 | task.image-window | applied to the rescaled values; values beyond it are black or white |
 | otherwise cal_min and cal_max | the display window that they define; values beyond it are black or white |
 | otherwise 8-bit unsigned values that are not rescaled | the same; all others are refused, as they declare no range |
-| several volumes, colors, complex numbers, a header without its data | refused |
+| several volumes, colors, complex numbers, a header without its data, a slice with more than
+  `gray_values.MOST_PIXELS` pixels | refused |
 
 Only numbers of the fixed header and the slice are used. Texts and extensions, which may name the patient, are not read.
 A gzipped file is inflated only as far as its header requires, after the size in the header is checked.
@@ -135,6 +136,7 @@ def _read_header(image: bytes, window: tuple[float, float] | None) -> NiftiHeade
         raise ImageError("expected gray values of at most 64 bits, found another type", "save it as gray values")
     if Image.MAX_IMAGE_PIXELS and sizes[0] * sizes[1] > 2 * Image.MAX_IMAGE_PIXELS:
         raise Image.DecompressionBombError
+    gray_values.require_size(sizes[0] * sizes[1])
     if math.prod(sizes) * dtype.itemsize > _MOST_BYTES:
         raise ImageError(f"its volume has more than {_MOST_BYTES:,} bytes", "save its slices as files")
     offset = int(raw.get_data_offset())

@@ -144,14 +144,22 @@ def names_of(split: str) -> tuple[str, ...]:
 
 
 def is_image_file(path: Path) -> bool:
-    """Return whether a file is an image: by its extension, or by its first bytes for DICOM without an extension."""
+    """Return whether it is an image file: by its extension, or by its first bytes for DICOM without an extension.
+
+    A file without an extension that cannot be read is none.
+    """
     name = path.name.lower()
+    if not path.is_file():
+        return False
     if name.endswith(tuple(IMAGE_SUFFIXES)):
         return True
-    if not _DICOM_NAME.fullmatch(name) or name == _DICOM_INDEX or not path.is_file():
+    if not _DICOM_NAME.fullmatch(name) or name == _DICOM_INDEX:
         return False
-    with path.open("rb") as file:
-        return is_dicom(file.read(DICOM_START))
+    try:
+        with path.open("rb") as file:
+            return is_dicom(file.read(DICOM_START))
+    except OSError:
+        return False
 
 
 def is_made_by_system(name: str) -> bool:

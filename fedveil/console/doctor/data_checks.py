@@ -1,7 +1,8 @@
 """The data checks of `fedveil doctor`: whether examples have the columns that a run reads, and how many there are.
 
 The checks prepare no examples and load no model. From a large file they read at most as much as
-`fedveil.data.file_probe` allows; only `check_validation_share` reads all of the server's test examples.
+`fedveil.data.file_probe` allows, with two exceptions: an Excel workbook is scanned whole before its rows are read, and
+`check_validation_share` reads all of the server's test examples.
 """
 
 from __future__ import annotations

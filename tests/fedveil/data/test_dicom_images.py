@@ -6,6 +6,7 @@ import io
 import logging
 import math
 import sys
+import zlib
 from collections.abc import Callable
 
 import numpy as np
@@ -17,6 +18,7 @@ from pydicom.pixels.encoders import RLELosslessEncoder
 from pydicom.uid import UID
 
 from fedveil.config import parse
+from fedveil.data import gray_values
 from fedveil.data.image_decoding import decode_image, image_conversions
 from fedveil.errors import ConfigError, TaskError
 
@@ -125,6 +127,10 @@ KINDS: dict[str, tuple[bytes, tuple[str, ...]]] = {
         dicom(WindowCenter=["128", "9"], WindowWidth=["256", "9"], values=np.array([[0, 85], [170, 999]], np.uint16)),
         ("grey by the first window in the file",),
     ),
+    "an empty second window": (
+        dicom(WindowCenter=["128", "9"], WindowWidth=["256", "0"], values=np.array([[0, 85], [170, 999]], np.uint16)),
+        ("grey by the first window in the file",),
+    ),
     "RGB": (dicom(np.dstack([GREY] * 3).astype(np.uint8)), ()),
     "RGB by planes": (
         dicom(np.dstack([GREY] * 3).astype(np.uint8).transpose(2, 0, 1).copy().reshape(2, 2, 3),
@@ -181,11 +187,62 @@ def test_colors_of_a_jpeg_are_rgb():
         assert np.abs(np.asarray(decode_image(file, "x")).astype(int) - wanted).max() <= 2
 
 
+def marked_jpeg(transform: int | None, jfif: bool, stored: str = "YCbCr") -> tuple[bytes, np.ndarray]:
+    """A JPEG of one color, with or without the two markers, and that color; `stored` as RGB or as YCbCr."""
+    out = io.BytesIO()
+    picture = Image.new("RGB", (16, 16), (200, 40, 90))
+    picture.save(out, "JPEG", quality=95, subsampling=0, keep_rgb=stored == "RGB")
+    content = out.getvalue()
+    body = content[2:]
+    while body[:2] in (b"\xff\xe0", b"\xff\xee"):  # the markers that Pillow writes
+        body = body[2 + int.from_bytes(body[2:4]) :]
+    markers = b"\xff\xe0\0\x10JFIF\0\1\1\0\0\1\0\1\0\0" if jfif else b""
+    if transform is not None:
+        markers += b"\xff\xee\0\x0eAdobe\0\x64\0\0\0\0" + bytes([transform])
+    return encapsulate([content[:2] + markers + body]), np.asarray(picture)
+
+
+def jpeg_file(data: bytes, photometric: str) -> bytes:
+    return dicom(data, JPEG, Rows=16, Columns=16, SamplesPerPixel=3, PlanarConfiguration=0,
+                 PhotometricInterpretation=photometric)  # fmt: skip
+
+
+@pytest.mark.parametrize("photometric", ["YBR_FULL_422", "YBR_FULL", "RGB"])
+@pytest.mark.parametrize(("transform", "jfif"), [(1, False), (1, True), (None, True)])
+def test_colors_of_a_jpeg_are_converted_once(photometric, transform, jfif):
+    data, wanted = marked_jpeg(transform, jfif)
+    found = np.asarray(decode_image(jpeg_file(data, photometric), "x")).astype(int)
+    assert np.abs(found - wanted).max() <= 2
+
+
+@pytest.mark.parametrize(("transform", "photometric"), [(0, "RGB"), (None, "RGB"), (0, "YBR_FULL")])
+def test_colors_of_a_jpeg_that_is_stored_as_rgb_are_not_converted(transform, photometric):
+    data, wanted = marked_jpeg(transform, jfif=False, stored="RGB")
+    found = np.asarray(decode_image(jpeg_file(data, photometric), "x")).astype(int)
+    assert np.abs(found - wanted).max() <= 2
+
+
 def test_luma_and_chroma_are_rgb():
     gray = np.dstack([GREY, np.full((2, 2), 128), np.full((2, 2), 128)]).astype(np.uint8)
     file = dicom(gray, PhotometricInterpretation="YBR_FULL")
     assert image_conversions(file, "x") == ("YBR_FULL to RGB",)
     assert np.array_equal(np.asarray(decode_image(file, "x")), np.dstack([GREY] * 3))
+
+
+def gray_jpeg() -> bytes:
+    out = io.BytesIO()
+    Image.new("L", (16, 16), 90).save(out, "JPEG")
+    return encapsulate([out.getvalue()])
+
+
+def two_syntaxes() -> bytes:
+    """A deflated file of which a reader of the first element sees an uncompressed one."""
+    syntax = b"\x02\0\x10\0UI" + len(DEFLATED).to_bytes(2, "little") + DEFLATED.encode()
+    content = dicom()
+    at = content.index(b"\x02\0\x10\0UI")
+    end = at + 8 + int.from_bytes(content[at + 6 : at + 8], "little")
+    packer = zlib.compressobj(wbits=-15)
+    return content[:end] + syntax + packer.compress(content[end:]) + packer.flush()
 
 
 def table() -> list[Dataset]:
@@ -212,6 +269,10 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "a slope of zero": (dicom(RescaleSlope="0"), "its rescale slope is 0"),
     "two slopes": (dicom(RescaleSlope=["1", "2"]), "expected one number in its attribute RescaleSlope"),
     "a width for each": (dicom(WindowCenter=["1", "2"], WindowWidth="2"), "a window width for each"),
+    "an empty range": (dicom(np.zeros((2, 2), np.int8), BitsStored=1, RescaleSlope="1e-300", RescaleIntercept="9"),
+                       "its rescale slope is too small"),
+    "no sign": (dicom(PixelRepresentation=None), "whether its values are signed"),
+    "many gray pixels": (dicom(Rows=8192, Columns=4097), "more than 33,554,432 gray pixels"),
     "a narrow window": (dicom(WindowCenter="1", WindowWidth="0"), "its window is too small; set task.image-window"),
     "a function": (dicom(WindowCenter="1", WindowWidth="9", VOILUTFunction=MARK.upper()), "function of its window"),
     "modality table": (dicom(ModalityLUTSequence=table()), "Modality LUT"),
@@ -226,6 +287,11 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "no RLE": (dicom(encapsulate([MARK.encode() * 20]), RLE), "damaged"),
     "another size": (dicom(photo()[0], JPEG, Rows=4, Columns=64, SamplesPerPixel=3, PlanarConfiguration=0,
                            PhotometricInterpretation="YBR_FULL"), "do not have the size"),
+    "an Adobe marker for RGB": (jpeg_file(marked_jpeg(0, jfif=False)[0], "YBR_FULL"), "contradict each other"),
+    "two markers": (jpeg_file(marked_jpeg(0, jfif=True)[0], "RGB"), "contradict each other"),
+    "an unknown Adobe marker": (jpeg_file(marked_jpeg(2, jfif=False)[0], "RGB"), "contradict each other"),
+    "a gray JPEG": (jpeg_file(gray_jpeg(), "RGB"), "samples per pixel"),
+    "two syntaxes": (two_syntaxes(), "more than one transfer syntax"),
     "another character set": (
         dicom(SpecificCharacterSet="ISO_IR 100", Rows=None).replace(b"ISO_IR 100", b"QUENDOLIN1"), "no image with rows",
     ),
@@ -279,10 +345,19 @@ def test_a_stated_window_is_two_numbers(text, window):
     assert parse({"task.image-window": text}).task.gray_window == window
 
 
-@pytest.mark.parametrize("text", ["1", "1,2,3", "2,1", "1,1", "a,b", "nan,1", "0,inf"])
+@pytest.mark.parametrize("text", ["1", "1,2,3", "2,1", "1,1", "a,b", "nan,1", "0,inf", "-1e308,1e308", "0,2e15"])
 def test_another_window_is_refused(text):
     with pytest.raises(ConfigError, match=r"task\.image-window"):
         parse({"task.image-window": text})
+
+
+def test_a_window_may_have_the_numbers_that_a_file_may_have():
+    assert parse({"task.image-window": f"{-gray_values.LARGEST},{gray_values.LARGEST}"}).task.gray_window
+
+
+def test_an_empty_range_is_refused_rather_than_black():
+    with pytest.raises(gray_values.RangeError, match="range is empty"):
+        gray_values.apply_range(np.array([[9.0]]), 9, 9)
 
 
 def test_the_identifiers_are_in_the_files():

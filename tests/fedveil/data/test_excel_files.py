@@ -18,6 +18,7 @@ from fedveil.data.row_files import RowFile
 from fedveil.errors import TaskError
 
 MARK = "Quendolin"
+NUMBER = re.compile(rb'<c r="A2"[^>]*><v>7</v></c>')
 FORMULA = re.compile(rb"<c r=\"(\w+)\"[^>]*><f>")
 
 
@@ -65,6 +66,14 @@ VALUES: dict[str, tuple[object, str]] = {
     "date": (DAY.date(), "2024-05-31"),
     "date with time": (DAY.replace(hour=13, minute=45), "2024-05-31 13:45:00"),
     "midnight": (DAY, "2024-05-31 00:00:00"),
+    "negative duration": (-datetime.timedelta(minutes=30), "-0:30:00"),
+    "duration with a fraction": (datetime.timedelta(seconds=61.5), "0:01:01.5"),
+    "large": (float(2**53), str(2**53)),
+    "larger": (1e17, "1e+17"),
+    "fraction of it": (1e300, "1e+300"),
+    "escaped": ("a_x000D_b_x0009_", "a\rb\t"),
+    "no escape": ("a_x00D_b", "a_x00D_b"),
+    "escaped pair": ("_xD83D__xDE00_", "\U0001f600"),
     "time": (datetime.time(13, 45), "13:45:00"),
     "duration": (datetime.timedelta(hours=26, minutes=30), "26:30:00"),
     "empty": (None, ""),
@@ -82,6 +91,36 @@ def test_a_number_is_as_stored_and_a_displayed_form_changes_nothing(tmp_path):
     assert rows_of(tmp_path, content) == [{"mr": "0.5", "ref": "1234.5"}]
     stored = changed(workbook(("mr", "ref"), (7, "b")), lambda xml: xml.replace(b"<v>7</v>", b"<v>7.0</v>"))
     assert rows_of(tmp_path, stored) == [{"mr": "7", "ref": "b"}]
+    large = f"<v>{2**53}.0</v>".encode()
+    stored = changed(workbook(("mr", "ref"), (7, "b")), lambda xml: xml.replace(b"<v>7</v>", large))
+    assert rows_of(tmp_path, stored) == [{"mr": str(2**53), "ref": "b"}]
+
+
+@pytest.mark.parametrize("shown", ["[$-de-CH]dd/mm/yyyy", 'yyyy"th"', r"yyyy\h", "dd/mm/yyyy;@"])
+def test_a_letter_that_a_format_shows_makes_no_time_of_a_date(tmp_path, shown):
+    content = workbook(("mr", "ref"), (DAY, "b"), formats={"A2": shown})
+    assert rows_of(tmp_path, content) == [{"mr": "2024-05-31", "ref": "b"}]
+
+
+def test_an_escape_is_its_character_in_every_kind_of_text(tmp_path):
+    inline = b'<c r="A2" t="inlineStr"><is><t>a_x005F_x000D_b</t></is></c>'
+    content = changed(workbook(("m_x000D_r", "ref"), (7, "b")), lambda xml: NUMBER.sub(inline, xml))
+    assert rows_of(tmp_path, content) == [{"m\rr": "a_x000D_b", "ref": "b"}]
+
+
+def test_an_escape_in_the_shared_texts_is_its_character(tmp_path):
+    """Excel writes its texts so; openpyxl writes them into the cells."""
+    kind, space = "application/vnd.openxmlformats-officedocument.spreadsheetml.sharedStrings+xml", b"spreadsheetml/2006"
+    texts = b'<sst xmlns="http://schemas.openxmlformats.org/' + space + b'/main"><si><t>a_x000D_b</t></si></sst>'
+    out = io.BytesIO()
+    cell = b'<c r="A2" t="s"><v>0</v></c>'
+    plain = changed(workbook(("mr",), (7,)), lambda xml: NUMBER.sub(cell, xml))
+    with zipfile.ZipFile(io.BytesIO(plain)) as old, zipfile.ZipFile(out, "w") as new:
+        for name in old.namelist():
+            override = f'<Override PartName="/xl/sharedStrings.xml" ContentType="{kind}"/></Types>'.encode()
+            new.writestr(name, old.read(name).replace(b"</Types>", override))
+        new.writestr("xl/sharedStrings.xml", texts)
+    assert rows_of(tmp_path, out.getvalue()) == [{"mr": "a\rb"}]
 
 
 def test_empty_rows_and_cells_and_empty_sheets_are_as_in_csv(tmp_path):
@@ -117,6 +156,34 @@ def merged() -> bytes:
 
 
 PLAIN = workbook(("mr", "ref"), (MARK, MARK))
+SHEET = "xl/worksheets/sheet1.xml"
+
+
+def moved(content: bytes, path: str) -> bytes:
+    """The workbook with its sheet in another part."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            data = old.read(name)
+            if name.endswith((".rels", "[Content_Types].xml")):
+                data = data.replace(SHEET.encode(), path.encode())
+            new.writestr(path if name == SHEET else name, data)
+    return out.getvalue()
+
+
+def repacked(content: bytes, method: int) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(out, "w", method) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    return out.getvalue()
+
+
+def inside_rows(xml: bytes, more: bytes) -> bytes:
+    return xml.replace(b"</row>", more + b"</row>", 1)
+
+
+NO_ORDER = "expected rows and columns in order .* each once"
 REFUSED: dict[str, tuple[bytes, str]] = {
     "two sheets": (two_sheets(), "found rows in the sheets 2 and 3; save each sheet"),
     "merged": (merged(), "found some, of which all but the first are empty; unmerge them"),
@@ -127,7 +194,10 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "an error": (workbook(("mr", "ref"), (MARK, "#N/A")), 'column 2, row 2 of the sheet in ".*", found an error'),
     "a name twice": (workbook(("mr", MARK, MARK), (MARK, MARK)), "a name twice"),
     "a column without a name": (workbook(("mr", None, "ref"), (MARK, MARK)), "found an empty name"),
-    "a title": (workbook((MARK,), ("mr", "ref"), (MARK, MARK)), "expected 1 values in row 1 of .* put no text above"),
+    "a title": (
+        workbook((MARK,), (), ("mr", "ref"), (MARK, MARK)),
+        "expected 1 values in row 3 of the sheet in .* put no text above",
+    ),
     "encrypted": (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + MARK.encode() * 99, "it is encrypted, or an .xls file"),
     "no archive": (MARK.encode() * 99, "damaged or in a different format"),
     "cut": (PLAIN[:-99], "damaged or in a different format"),
@@ -138,6 +208,23 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         changed(PLAIN, lambda xml: b'<!DOCTYPE x [<!ENTITY a SYSTEM "file:///etc">]>' + xml.replace(b"B2", b"&a;")),
         "damaged",
     ),
+    "a formula alone": (workbook((f'="{MARK}"',)), "found a formula without its result"),
+    "a row twice": (changed(PLAIN, lambda xml: xml.replace(b'r="2"', b'r="1"')), NO_ORDER),
+    "rows backwards": (changed(PLAIN, lambda xml: xml.replace(b'r="1"', b'r="3"')), NO_ORDER),
+    "a column twice": (changed(PLAIN, lambda xml: xml.replace(b'r="B2"', b'r="A2"')), NO_ORDER),
+    "columns backwards": (changed(PLAIN, lambda xml: xml.replace(b'r="A2"', b'r="C2"')), NO_ORDER),
+    "a cell of another row": (changed(PLAIN, lambda xml: xml.replace(b'r="B2"', b'r="B7"')), NO_ORDER),
+    "merged, in another part": (moved(merged(), "xl/one.bin"), 'its part "worksheets", found one elsewhere'),
+    "half an escape": (workbook(("mr", "ref"), (f"{MARK}_xD83D_", MARK)), "damaged"),
+    "BZIP2": (repacked(PLAIN, zipfile.ZIP_BZIP2), "compressed in another way"),
+    "LZMA": (repacked(PLAIN, zipfile.ZIP_LZMA), "compressed in another way"),
+    "a comment": (changed(PLAIN, lambda xml: inside_rows(xml, b"<!--</row>-->")), "damaged"),
+    "a long row": (changed(PLAIN, lambda xml: inside_rows(xml, b"<c/>" * (1 << 20))), "4,194,304 bytes in a row"),
+    "much beside rows": (
+        changed(PLAIN, lambda xml: xml.replace(b"</sheetData>", b"</sheetData>" + b"<a></a>" * 2_400_000)),
+        "16,777,216 beside its rows",
+    ),
+    "large styles": (changed(PLAIN, lambda xml: xml + b" " * (1 << 24), "xl/styles.xml"), "any part beside its sheets"),
     "a row far below": (changed(PLAIN, lambda xml: xml.replace(b'r="2"', b'r="999999999"')), "1,048,576 rows"),
     "a column far right": (changed(PLAIN, lambda xml: xml.replace(b'r="B2"', b'r="ZZZ2"')), "16,384 columns"),
 }  # fmt: skip
@@ -161,8 +248,8 @@ def test_a_size_is_bounded_by_what_the_archive_declares(tmp_path, monkeypatch):
     with pytest.raises(TaskError, match="expected at most 524,288 bytes unpacked"):
         rows_of(tmp_path, bomb)
     monkeypatch.setattr(excel_files, "MAX_UNPACKED", 1 << 30)
-    monkeypatch.setattr(excel_files, "MAX_PART", 1 << 8)
-    with pytest.raises(TaskError, match="and 256 of its texts, found more"):
+    monkeypatch.setattr(excel_files, "MAX_OTHER", 1 << 4)
+    with pytest.raises(TaskError, match="and 16 of any part beside its sheets, found more"):
         rows_of(tmp_path, PLAIN)
 
 

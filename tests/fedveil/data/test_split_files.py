@@ -310,6 +310,19 @@ def test_files_beside_pictures_are_no_rows_beside_the_split_s_table(tmp_path):
         split_files.split_files(tmp_path, "train")
 
 
+def test_a_folder_named_like_an_image_and_an_unreadable_file_are_no_images(tmp_path, monkeypatch):
+    (tmp_path / "case1.nii").mkdir()
+    (tmp_path / "IM1").write_bytes(b"\0" * 128 + b"DICM")
+    assert not split_files.is_image_file(tmp_path / "case1.nii")
+    assert split_files.is_image_file(tmp_path / "IM1")
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert not split_files.is_image_file(tmp_path / "IM1")
+
+
 def test_shards_may_count_from_1_and_a_huge_count_costs_nothing(tmp_path):
     for at in (1, 2):
         csv(tmp_path / f"train-{at}-of-2.csv", ROWS)
