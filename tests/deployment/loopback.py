@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedveil import rng, strategies, tasks
 from fedveil.config import parse
 from fedveil.console.flower.local_deployment import LocalDeployment, RunOutcome
@@ -17,6 +19,8 @@ from fedveil.records import disclosure_ledger
 from fedveil.records.tensor_state import state_digest
 from fedveil.server_app.run_plan import RunPlan
 from tests.conftest import ROOT
+
+CLASSES = ("cat", "sea horse", "dog", "ox")
 
 
 def lines(path: Path) -> list[dict]:
@@ -64,3 +68,17 @@ def check_same(at: Path, reference: inprocess.InProcessFederation, rounds: int) 
     assert sum(m.get("download_bytes", 0) for m in metrics) == reference.download_bytes
     for line in ledger:
         assert line["bytes"] - line["payload_bytes"] < 500 + 30 * len(line["fields"])
+
+
+def write_pictures(at: Path) -> None:
+    """Write twelve pictures of every class for either split, whose colour says the class."""
+    from PIL import Image
+
+    generator = torch.Generator().manual_seed(3)
+    for split in ("train", "test"):
+        for number, name in enumerate(CLASSES):
+            (at / split / name).mkdir(parents=True)
+            for i in range(12):
+                pixels = torch.randint(0, 90, (40, 40, 3), generator=generator)
+                pixels[..., number % 3] += 40 * number
+                Image.fromarray(pixels.to(torch.uint8).numpy()).save(at / split / name / f"{i}.png")

@@ -6,20 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from fedveil.console.flower.local_deployment import LocalDeployment, LocalSite
 from fedveil.contract.privacy import Adjacency, Step
 from fedveil.privacy import accounting
 from fedveil.records import disclosure_ledger
 from tests.conftest import ROOT
-from tests.deployment.loopback import check_same, in_process, lines, over_grpc
+from tests.deployment.loopback import CLASSES, check_same, in_process, lines, over_grpc, write_pictures
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TEXT = ROOT / "data" / "e2e"
 SITES = 2
-CLASSES = ("cat", "sea horse", "dog", "ox")
 CONFIG = {
     "run.deterministic": True,
     "run.seed": 4,
@@ -35,17 +33,7 @@ CONFIG = {
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory) -> Path:
     """Twelve pictures of every class for either split, whose colour says the class."""
-    from PIL import Image
-
-    at = tmp_path_factory.mktemp("pictures")
-    generator = torch.Generator().manual_seed(3)
-    for split in ("train", "test"):
-        for number, name in enumerate(CLASSES):
-            (at / split / name).mkdir(parents=True)
-            for i in range(12):
-                pixels = torch.randint(0, 90, (40, 40, 3), generator=generator)
-                pixels[..., number % 3] += 40 * number
-                Image.fromarray(pixels.to(torch.uint8).numpy()).save(at / split / name / f"{i}.png")
+    write_pictures(at := tmp_path_factory.mktemp("pictures"))
     return at
 
 

@@ -1,4 +1,4 @@
-"""A site of a secure run over gRPC that is killed between its write and its answer.
+"""Sites of a secure run over gRPC that are killed between a write and its answer: on masking, signing and opening.
 
 A site writes its state, then a line of its audit log, then it answers. A test that holds the lock of that log stops the
 site between the two, and can kill it there.
@@ -17,12 +17,13 @@ import pytest
 from fedveil.client_app.secure_round import FileSecAggStore
 from fedveil.client_app.state.client_state import SECURE
 from fedveil.console.flower.local_deployment import LocalDeployment, LocalSite
-from fedveil.federation.secagg.state import SiteSecAggState
+from fedveil.console.flower.processes import LaunchError
+from fedveil.federation.secagg.state import Phase, SiteSecAggState
 from fedveil.records import audit_log
 from fedveil.records.tensor_state import state_digest
 from tests.conftest import ROOT
 from tests.deployment.engine import until
-from tests.deployment.loopback import build_in_process, lines
+from tests.deployment.loopback import CLASSES, build_in_process, lines, write_pictures
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -57,6 +58,13 @@ class Federation:
         for name in names:
             self._held.pop(name).close()
 
+    def pass_line(self, event: str, round_: int, *names: str) -> None:
+        """Let these sites write the line of this event, and hold them again."""
+        self.let_go(*names)
+        for name in names:
+            self.wait(lambda name=name: (event, round_) in self.events(name), f"{name}: {event}")
+        self.hold(*names)
+
     def events(self, name: str) -> list[tuple[str, int]]:
         """Return the events of the site's secure sums, with their rounds."""
         return [(line["event"], line.get("round", -1)) for line in audit_log.read_log(self.site(name) / audit_log.NAME)]
@@ -69,6 +77,16 @@ class Federation:
     def wait(self, ready: Callable[[], object], what: str) -> None:
         until(lambda: bool(ready()), SECONDS, what, 0.1)
 
+    def wait_for_phase(self, phase: Phase, round_: int, *names: str) -> None:
+        """Wait until these sites have written that they masked, signed or opened in a round."""
+
+        def is_there(state: SiteSecAggState) -> bool:
+            masked, live = state.fence.masked, state.live
+            return masked is not None and masked[0] == round_ and live is not None and live.phase == phase
+
+        for name in names:
+            self.wait(lambda name=name: is_there(self.state(name)), f"{name}: {phase} in round {round_}")
+
     def progress(self) -> dict[str, Any]:
         return json.loads((self.folder / "progress.json").read_text())
 
@@ -78,9 +96,17 @@ class Federation:
         self.let_go(name)
 
     def restart(self, name: str) -> None:
-        """Start a site again, and wait until Flower takes it: it takes the killed one for dead after a minute."""
+        """Start a site again, until Flower takes it: its SuperNode ends while the killed one counts as alive."""
+
+        def is_online() -> bool:
+            try:
+                return self.deployment.online(name)
+            except LaunchError:
+                self.deployment.start_site(name)
+                return False
+
         self.deployment.start_site(name)
-        self.wait(lambda: self.deployment.online(name), f"{name} is online again")
+        self.wait(is_online, f"{name} is online again")
 
 
 @contextmanager
@@ -97,6 +123,60 @@ def running(names: Sequence[str], data: Path, at: Path, flat: Mapping[str, Any])
 
 def records_of(folder: Path) -> list[dict[str, Any]]:
     return [record for record in lines(folder / "metrics.jsonl") if record["round"] >= 0]
+
+
+def test_dp_fpl_sums_what_its_sites_sent_though_one_is_killed_at_each_write(tmp_path):
+    """Five sites with private prompts, of which three must agree; three rounds.
+
+    In round 0 a site is killed on opening. In round 1 one is killed on masking and another on signing. All are back in
+    round 2, and continue from their last private prompts that are in a sum.
+    """
+    names = [f"site-{i}" for i in range(5)]
+    masking, signing, opening, third, last = names
+    write_pictures(tmp_path / "pictures")
+    flat = CONFIG | {
+        "method.name": "dp_fpl", "run.rounds": 3, "secure.min-sites": 3, "secure.threshold": 3,
+        "secure.max-colluders": 0, "secure.clip-bound": 256.0, "cohort.sites": 5, "cohort.min-sites": 3,
+        "cohort.max-retries": 0, "task.name": "clip-prompt", "task.target-column": "label", "task.partition": "iid",
+        "task.class-names": ",".join(sorted(CLASSES)), "task.evaluation": str(tmp_path / "pictures"),
+    }  # fmt: skip
+    with running(names, tmp_path / "pictures", tmp_path, flat) as federation:
+        federation.wait_for_phase("masked", 0, *names)
+        federation.pass_line("masked", 0, masking, signing, opening, third)
+        federation.let_go(last)
+        federation.wait_for_phase("opened", 0, masking, signing, opening, third)
+        federation.kill(opening)
+        federation.restart(opening)
+
+        federation.pass_line("opened", 0, masking, signing, third)
+        federation.wait_for_phase("masked", 1, masking)
+        federation.hold(last)
+        federation.kill(masking)
+        federation.wait(lambda: masking in federation.progress()["reasons"], "the server goes on without the site")
+        federation.restart(masking)
+        federation.pass_line("masked", 1, signing, third)
+        federation.wait_for_phase("masked", 1, last)
+        federation.let_go(last)
+        federation.wait_for_phase("signed", 1, signing, third)
+        federation.kill(signing)
+        federation.restart(signing)
+        federation.let_go(third)
+    records = records_of(federation.folder)
+    sums = [set(names), set(names) - {masking}, set(names)]
+    assert [set(record["accepted"]) for record in records] == sums
+    assert [list(record["failed"]) for record in records] == [[], [masking], []]
+    for name, (event, round_) in {opening: ("opened", 0), masking: ("masked", 1), signing: ("signed", 1)}.items():
+        assert (event, round_) not in federation.events(name), "killed before its line"
+    for name in names:
+        assert ("masked", 2) in federation.events(name)
+        assert "sum-refused" not in {event for event, _ in federation.events(name)}
+        assert federation.state(name).fence.kept
+    reference, digests = build_in_process(flat, tmp_path / "pictures", len(names)), []
+    for record in records:
+        reference.sites, reference.silent = record["cohort"], set(record["cohort"]) - set(record["accepted"])
+        reference.round(record["round"])
+        digests.append(state_digest(reference.models()["server"]))
+    assert [record["weights"] for record in records] == digests
 
 
 def test_a_site_of_a_whole_cohort_that_is_killed_at_its_write_costs_one_round_and_never_masks_twice_in_it(tmp_path):

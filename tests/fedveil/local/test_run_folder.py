@@ -307,3 +307,27 @@ def test_the_order_in_which_sites_are_named_changes_nothing(place):
     two = [LocalFederation.from_config(settings(place), dict.fromkeys(order, place / "north"))
            for order in (names, names[::-1])]  # fmt: skip
     assert [one.federation.sites for one in two] == [["site-2", "site-10"]] * 2
+
+
+def test_a_buffer_records_how_late_uploads_were_and_a_resume_says_what_it_lost(place, tmp_path):
+    """West's upload would come in the third step, but the run is resumed; so it comes two steps after the resume."""
+    keys = {"run__name": "buffer", "run__dir": str(tmp_path), "cohort__buffer_size": 2, "cohort__max_staleness": 1}
+    for rounds, is_resumed in ((2, False), (5, True)):
+        local = LocalFederation.from_config(
+            settings(place, **keys, run__rounds=rounds, run__resume=is_resumed),
+            {site: place / site for site in ("north", "south", "west")},
+            site_seconds={"west": 2.5},
+        )
+        local.run()
+    rows = [json.loads(line) for line in (tmp_path / "buffer" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "cohort" in row]
+    assert [row["staleness"] for row in steps] == [{"north": 0, "south": 0}] * 5
+    assert [list(row["failed"]) for row in steps] == [[], [], [], [], ["west"]]
+    assert steps[4]["failed"]["west"].startswith("refused: expected an upload at most 1 server steps old")
+    assert steps[4]["cohort"] == ["north", "south", "west"]
+    (resumed,) = (tmp_path / "buffer" / "resumes.jsonl").read_text().splitlines()
+    assert json.loads(resumed)["in-flight"] == {"west": 0}
+    view = load_run(tmp_path / "buffer")
+    assert view.unlisted("up") == steps[4]["unlisted"]["west"][0] > 0
+    assert view.upload_bytes == local.federation.upload_bytes
+    assert local.federation.clock == 5.0
