@@ -21,7 +21,7 @@ def table(blocks=BLOCKS, fewest: int = 6) -> EntryTable:
 
 
 def seeds(sites=SITES, fewest: int = 6) -> EntryTable:
-    return EntryTable(seeds={s: f"{i:064x}" for i, s in enumerate(sites)}, common_seed="0" * 64, fewest=fewest)
+    return EntryTable(seeds=dict.fromkeys(sites, f"{1:064x}"), common_seed="0" * 64, fewest=fewest)
 
 
 @pytest.mark.parametrize("one", [table(), seeds()])
@@ -110,6 +110,9 @@ def test_a_table_of_too_few_senders_or_of_other_sites_is_refused():
     for other in (SITES[:-1], [*SITES, "k"], [*SITES[:-1], "k"]):
         with pytest.raises(PolicyError, match="seed of each site"):
             seeds(other).require_cohort(SITES, 3, 7, 1)
+    several = seeds().model_copy(update={"seeds": {site: f"{i % 2:064x}" for i, site in enumerate(SITES)}})
+    with pytest.raises(PolicyError, match="expected one seed for all 10 sites, found several"):
+        several.require_cohort(SITES, 3, 7, 1)
 
 
 def test_a_sum_has_enough_sites_behind_each_entry_or_is_not_opened():
