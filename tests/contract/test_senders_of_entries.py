@@ -181,7 +181,8 @@ def test_each_entry_of_a_large_planned_cohort_is_of_enough_sites(name, fields):
     for round_ in range(2):
         uploads = sent(exchange, 24, round_, table_of(exchange, 24, round_))
         assert exposed(uploads) == []
-        assert len({tuple(sorted((n, t.numpy().tobytes()) for n, t in u.items())) for u in uploads}) > 1
+        kinds = len({tuple(sorted((n, t.numpy().tobytes()) for n, t in u.items())) for u in uploads})
+        assert (kinds == 1) == (name == "fedqsn")  # whose sites all have one mask
     if (name, fields) != ("fedrand", {}):  # whose draws seldom leave a factor to so few of 24
         assert exposed(sent(exchange, 24)) != []  # what the sites would send without the table
 
