@@ -222,18 +222,14 @@ class FedQSN(Method):
         )
 
     def _planned(self, veil: MaskedWeightsCodec, table: EntryTable, site: str) -> dict[str, Tensor]:
-        """Return the round's M^s o M^c. Raises WireError for a table without one seed for all sites, this one included.
+        """Return the round's M^s o M^c. Raises WireError for a table without a seed for this site.
 
-        With one mask, every site sends the same entries and gets the same message, which the plan names. The codes of a
-        column depend on the other columns in its blocks, so sites with different masks could not compare them.
+        All sites have one seed, which `EntryTable.require_cohort` has checked: so every site sends the same entries and
+        gets the same message, which the plan names. The codes of a column depend on the other columns in its blocks, so
+        sites with different masks could not compare them.
         """
         if site not in table.seeds:
             raise WireError("entries: expected a seed for this site, to compute its columns from, found none")
-        if len(set(table.seeds.values())) > 1:
-            raise WireError(
-                f"entries: expected one seed for all {len(table.seeds)} sites, found several: with one, all sites get "
-                "the same message, which the plan names"
-            )
         stream = RandomStream(bytes.fromhex(table.seeds[site]))
         shown = self._shown_of(veil, RandomStream(bytes.fromhex(table.common_seed)))
         return {layer: self._visible(mask, stream) for layer, mask in shown.items()}

@@ -20,9 +20,6 @@ An error or a conversion's name never contains a value from the file, except for
 from __future__ import annotations
 
 import io
-import logging
-import re
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +27,7 @@ import numpy as np
 
 from fedveil.data import gray_values
 from fedveil.data.gray_values import ImageError
+from fedveil.data.quiet_packages import quiet_package
 
 __all__ = ["DICOM_START", "decode_dicom", "dicom_conversions", "is_dicom"]
 
@@ -52,7 +50,6 @@ _MAGIC_AT = 128
 DICOM_START = _MAGIC_AT + 4  # bytes, enough for `is_dicom`
 _MAX_FRAMES = 1 << 20
 _EXPORT = "export it as PNG"
-_QUIET: Any = ("ignore", None, Warning, re.compile("pydicom"), 0)  # as in warnings.filters
 
 
 @dataclass(frozen=True)
@@ -179,9 +176,7 @@ def _quiet_pydicom() -> None:
         raise ImageError(
             "it is a DICOM file, which needs the package pydicom", "pip install 'fedveil[dicom]'"
         ) from None
-    logging.getLogger("pydicom").setLevel(logging.CRITICAL + 1)
-    if _QUIET not in warnings.filters:  # not catch_warnings, which is not safe in threads
-        warnings.filterwarnings("ignore", module="pydicom")
+    quiet_package("pydicom")
 
 
 def _read_syntax(stream: io.BytesIO) -> str:

@@ -21,15 +21,14 @@ and while reading.
 from __future__ import annotations
 
 import datetime
-import logging
 import re
-import warnings
 import zipfile
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
+from fedveil.data.quiet_packages import quiet_package
 from fedveil.data.row_values import as_text
 from fedveil.errors import TaskError
 
@@ -52,7 +51,6 @@ _ROW, _TAG_START = re.compile(rb"row[\s/>]"), re.compile(rb"<(/?)(?:\w+:)?\Z")
 _ESCAPE = re.compile(r"_x([0-9A-Fa-f]{4})_")
 _NO_CODES = re.compile(r'"[^"]*"|\[[^\]]*\]|[\\_*].')  # the parts of a number format that are shown as they are
 _PIECE = 1 << 20
-_QUIET: Any = ("ignore", None, Warning, re.compile("openpyxl"), 0)  # as in warnings.filters
 
 
 def iter_excel_rows(file: Path) -> Iterator[dict[str, str]]:
@@ -81,9 +79,7 @@ def _require_openpyxl(file: Path) -> None:
             f"task.data: cannot read \"{file}\": Excel files need the package openpyxl; pip install 'fedveil[excel]', "
             "or save the table as CSV"
         ) from None
-    logging.getLogger("openpyxl").setLevel(logging.CRITICAL + 1)
-    if _QUIET not in warnings.filters:  # not catch_warnings, which is not safe in threads
-        warnings.filterwarnings("ignore", module="openpyxl")
+    quiet_package("openpyxl")
 
 
 def _check_archive(file: Path) -> None:

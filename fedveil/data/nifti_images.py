@@ -19,10 +19,7 @@ from __future__ import annotations
 
 import gzip
 import io
-import logging
 import math
-import re
-import warnings
 import zlib
 from dataclasses import dataclass, replace
 from typing import IO, Any
@@ -31,6 +28,7 @@ import numpy as np
 
 from fedveil.data import gray_values
 from fedveil.data.gray_values import ImageError
+from fedveil.data.quiet_packages import quiet_package
 
 __all__ = ["decode_nifti", "is_nifti", "nifti_conversions"]
 
@@ -39,7 +37,6 @@ _HEADERS = (348, 540)  # bytes of the header of NIfTI-1 and NIfTI-2
 _MOST_BYTES = 1 << 31  # of a volume
 _PIECE = 1 << 20
 _DAMAGED = "it is damaged or cut off"
-_QUIET: Any = ("ignore", None, Warning, re.compile("nibabel"), 0)  # as in warnings.filters
 
 
 @dataclass(frozen=True)
@@ -156,10 +153,7 @@ def _parse_header(start: bytes, version: int) -> Any:
         raise ImageError(
             "it is a NIfTI file, which needs the package nibabel", "pip install 'fedveil[nifti]'"
         ) from None
-    logging.getLogger("nibabel").setLevel(logging.CRITICAL + 1)
-    logging.getLogger("nibabel.global").setLevel(logging.CRITICAL + 1)
-    if _QUIET not in warnings.filters:  # not catch_warnings, which is not safe in threads
-        warnings.filterwarnings("ignore", module="nibabel")
+    quiet_package("nibabel", "nibabel.global")
     kind = nibabel.Nifti1Header if version == 1 else nibabel.Nifti2Header
     return kind(start, check=False)
 

@@ -228,7 +228,8 @@ class Site(RuleBasedStateMachine):
         self.runs: dict[str, tuple] = {}
         self.rounds: Counter[str] = Counter()
         self.budget: float | None = None
-        self.add_folder("rows", tuple(range(20)))
+        self.tags = itertools.count()  # every row that is added is another record, whatever its content
+        self.add_folder("rows", self.new_tags(20))
 
     def teardown(self) -> None:
         shutil.rmtree(self.at)
@@ -237,6 +238,9 @@ class Site(RuleBasedStateMachine):
     def meet(self, rule_name: str) -> None:
         self.seen[rule_name] += 1
         self.met.add(rule_name)
+
+    def new_tags(self, count: int) -> tuple[int, ...]:
+        return tuple(itertools.islice(self.tags, count))
 
     def add_folder(self, name: str, tags: tuple[int, ...]) -> None:
         (self.at / name).mkdir()
@@ -307,16 +311,16 @@ class Site(RuleBasedStateMachine):
     @rule(data=st.data(), more=st.integers(1, 20))
     def append_rows(self, data, more):
         name = data.draw(st.sampled_from(sorted(self.folders)))
-        first = 1000 + len(self.folders[name])
-        self.add_rows(self.at / name, tuple(range(first, first + more)))
+        self.add_rows(self.at / name, self.new_tags(more))
         self.meet("append")
 
     @rule(data=st.data(), number=st.integers(0, 10**6), count=st.integers(1, 20))
     def put_a_folder_in_another(self, data, number, count):
         """The rows of the inner folder are also rows of the outer one."""
-        outer, tags = data.draw(st.sampled_from(sorted(self.folders))), tuple(range(number, number + count))
+        outer = data.draw(st.sampled_from(sorted(self.folders)))
         new = f"{outer}/ward-{number}"
         if new not in self.folders and outer.count("/") < 2:
+            tags = self.new_tags(count)
             self.add_rows(self.at / outer, tags)
             self.add_folder(new, tags)
             self.meet("folder in a folder")

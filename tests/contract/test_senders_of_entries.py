@@ -303,14 +303,11 @@ def test_a_site_refuses_columns_that_do_not_follow_from_the_table():
 
 
 @pytest.mark.parametrize("sites", [3, 24])
-def test_sites_get_the_same_columns_and_refuse_several_masks(sites):
-    exchange = exchange_of("fedqsn", {"client_rate": 0.5})
-    table, server = table_of(exchange, sites), start(exchange)
+def test_a_table_with_several_masks_is_refused(sites):
+    table = table_of(exchange_of("fedqsn", {"client_rate": 0.5}), sites)
     several = table.model_copy(update={"seeds": table.seeds | {"s01": "ab" * 32}})
-    with pytest.raises(WireError, match=f"expected one seed for all {sites} sites, found several"):
-        exchange.method.client(
-            None, exchange.method.broadcast(server, ctx_of(table)), ToyTrainer(exchange.spec), ctx_of(several)
-        )
+    with pytest.raises(PolicyError, match=f"expected one seed for all {sites} sites, found several"):
+        several.require_cohort(table.seeds, 3, sites, 1)
 
 
 def test_a_site_refuses_a_rank_above_its_own_and_ranks_that_differ_by_layer():

@@ -34,11 +34,11 @@ def limit_grpc_responses() -> None:
 
 
 def _with_limit(make: Callable[..., Any]) -> Callable[..., Any]:
-    def made(*args: Any, options: Any = None, **kwargs: Any) -> Any:
+    def open_channel(*args: Any, options: Any = None, **kwargs: Any) -> Any:
         others = [option for option in options or () if option[0] != _OPTION]
         return make(*args, options=[*others, (_OPTION, MAX_RESPONSE_BYTES)], **kwargs)
 
-    return made
+    return open_channel
 
 
 def limit_http_responses() -> None:
@@ -46,13 +46,13 @@ def limit_http_responses() -> None:
     client = importlib.import_module("flwr.supercore.protobuf.client").ProtobufClient
     original = client.__init__
 
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         self._client.headers["accept-encoding"] = "identity"
         hooks = self._client.event_hooks
         self._client.event_hooks = {**hooks, "response": [*hooks["response"], _limit_response]}
 
-    client.__init__ = made
+    client.__init__ = initialize
 
 
 def _limit_response(response: httpx.Response) -> None:

@@ -21,6 +21,7 @@ from fedveil.config import parse
 from fedveil.data import gray_values
 from fedveil.data.image_decoding import decode_image, image_conversions
 from fedveil.errors import ConfigError, TaskError
+from tests.fedveil.data.decoded_images import check_decoded
 
 MARK = "Quendolin"
 EXPLICIT, IMPLICIT, BIG = "1.2.840.10008.1.2.1", "1.2.840.10008.1.2", "1.2.840.10008.1.2.2"
@@ -142,12 +143,7 @@ KINDS: dict[str, tuple[bytes, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_each_kind_of_file_has_its_values_and_says_its_conversion(name):
-    data, said = KINDS[name]
-    assert image_conversions(data, "x") == said
-    for mode, wanted in (("RGB", np.dstack([GREY] * 3)), ("L", GREY)):
-        picture = decode_image(data, "x", mode)
-        assert picture.mode == mode
-        assert np.array_equal(np.asarray(picture).astype(int), wanted)
+    check_decoded(*KINDS[name], GREY)
 
 
 def by_the_standard(x: float, c: float, w: float, function: str) -> float:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+from datetime import date
+from decimal import Decimal
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from fedveil import config as run_config
 from fedveil.console.doctor import data_checks
@@ -13,9 +18,7 @@ from fedveil.data import images, row_files, tables, units
 from fedveil.data.row_files import RowFile
 from fedveil.data.split_files import describe_unread, split_files
 from fedveil.errors import TaskError
-from tests.conftest import ROOT
 
-CASES = ROOT.parent / "shared" / "cases" / "real"
 ROWS = [
     {"mr": "Schmerz, H\u00fcfte; \"links\"\nseit 2024-01-02", "ref": "007"},
     {"mr": "t\u00e4glich", "ref": "1.0"},
@@ -164,17 +167,29 @@ def test_long_lines_and_documents_are_refused(tmp_path, monkeypatch):
         tables.read_split(tmp_path, "train", ())
 
 
-def test_the_cp1252_and_decimal_cases_are_read_as_they_lie():
-    table = tables.read_split(CASES / "14-cp1252", "train", ("frage", "antwort"))
+def test_cp1252_and_decimals_are_read_as_they_lie(tmp_path):
     row = {"frage": "Woran haben Sie Schmerzen in der H\u00fcfte?", "antwort": "Ja, t\u00e4glich"}
-    assert table.rows.to_list() == [row] * 3
-    keys = {"task.data": str(CASES / "09-decimal-date"), "task.source-column": "note", "task.target-column": "dose"}
+    line = json.dumps(row, ensure_ascii=False) + "\n"
+    (tmp_path / "train.jsonl").write_text(line * 3, "cp1252")
+    assert tables.read_split(tmp_path, "train", ("frage", "antwort")).rows.to_list() == [row] * 3
+    (folder := tmp_path / "decimals").mkdir()
+    columns = {
+        "note": ["a", "b"], "dose": pa.array([Decimal("1.50"), Decimal("2.25")], pa.decimal128(38, 2)),
+        "day": [date(2024, 1, 2)] * 2,
+    }  # fmt: skip
+    pq.write_table(pa.table(columns), folder / "train.parquet")
+    keys = {"task.data": str(folder), "task.source-column": "note", "task.target-column": "dose"}
     (check,) = data_checks.check_run_data(run_config.parse(keys).task, [])
     assert check.text.startswith("2 examples")
 
 
-def test_the_metadata_of_an_image_folder_are_its_rows():
-    data = CASES / "07-imagefolder-metadata"
+def test_the_metadata_of_an_image_folder_are_its_rows(tmp_path):
+    (data := tmp_path / "rows").mkdir()
+    (data / "train").mkdir()
+    lines = [json.dumps({"file_name": f"{i}.png", "label": label}) for i, label in enumerate("abab")]
+    (data / "train" / "metadata.jsonl").write_text("\n".join(lines))
+    for i in range(4):
+        Image.new("RGB", (4, 4), (60 * i, 0, 0)).save(data / "train" / f"{i}.png")
     keys = {
         "task.name": "image-classification", "task.image-column": "file_name", "task.target-column": "label",
         "task.class-names": "a,b",

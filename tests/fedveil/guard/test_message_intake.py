@@ -247,7 +247,9 @@ def test_a_bundle_that_flower_cannot_read_is_refused(text: bytes, words: str) ->
 
 def test_a_bundle_with_another_hash_is_refused_and_its_run_is_not_kept() -> None:
     """Flower stores the run before it compares the hash."""
-    Server(large(1), hash_str="0" * 64).require_refused("ValueError: FAB hash mismatch")
+    server = Server(large(1), hash_str="0" * 64)
+    server.require_refused("ValueError: FAB hash mismatch")
+    assert server.kept() == ([], 0, [])
 
 
 def test_a_run_that_the_server_does_not_tell_is_no_refusal() -> None:
@@ -306,6 +308,7 @@ def test_a_refusal_that_cannot_be_confirmed_is_answered_all_the_same(error: type
     message = large(1)
     server = Server(message, tree=doubled(message), fails_to_confirm=error)
     server.require_refused("names one twice")
+    assert server.confirmed == []
 
 
 @pytest.mark.parametrize(
