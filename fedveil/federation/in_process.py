@@ -110,10 +110,8 @@ class InProcessFederation:
 
     def __post_init__(self) -> None:
         self.private = ClientStateCache(self.private_bytes)
-        self.in_flight, self._arrivals = (
-            SitesInFlight(self.config.cohort.max_staleness, keeps_all=True),
-            dict[str, float](),
-        )
+        self.in_flight = SitesInFlight(self.config.cohort.max_staleness, keeps_all=True)
+        self._arrivals = dict[str, float]()  # by site in flight: when its upload arrives on the simulated clock
         check_site_seconds(self.site_seconds, self.sites)
         self._dp = DpSgdConfig.from_config(self.config.dp)
         self._claim = guarantee_of(self.exchange.method, self.config)
@@ -280,7 +278,8 @@ class InProcessFederation:
             server: the state to broadcast; None means the current one.
             is_accepted: False for an upload that the server discards; the site's private state then stays.
         """
-        down = self.exchange.broadcast(server or self.server, self._context(round_, site, self._server_secret, entries))
+        sent_state = self.server if server is None else server
+        down = self.exchange.broadcast(sent_state, self._context(round_, site, self._server_secret, entries))
         ctx = self._context(round_, site, self._client_secrets[site])
         trainer = self.trainer_for(site, ctx)
         if self.config.dp.unit_column and not isinstance(trainer, UnitTrainer):
