@@ -269,9 +269,7 @@ def test_a_site_may_judge_by_another_relation_or_delta(tmp_path, take):
 
 def test_under_a_policy_the_order_s_fields_are_those_that_the_policy_has_judged(tmp_path, take):
     """A policy reads the run config; what trains is made from the order."""
-    honest = assignment(tmp_path)
-    (tmp_path / "policy.toml").write_text(run_config_rules.permits_for_run(honest.config))
-    site = honest.site.model_copy(update={"policy": str(tmp_path / "policy.toml")})
-    take(replace(honest, site=site))
+    honest = policed(tmp_path, "", assignment(tmp_path))
+    take(honest)
     with pytest.raises(PolicyError, match="order.fields: expected the run config's"):
-        take(replace(honest, site=site, order=assignment(tmp_path, noise_local=1e-9).order))
+        take(replace(honest, order=assignment(tmp_path, noise_local=1e-9).order))

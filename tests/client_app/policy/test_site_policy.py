@@ -202,7 +202,8 @@ def test_a_truth_is_not_a_number_of_examples(tmp_path):
 
 def test_an_upload_of_too_few_examples_does_not_leave(tmp_path, monkeypatch):
     task = use_toy_task(monkeypatch)
-    (tmp_path / "site-policy.toml").write_text("min-examples = 5\n[permits]\nrun.deterministic = true")
+    moved = "max-broadcast-change = 100.0\nmax-broadcast-drift = 100.0"  # the toy's few rows move the weights far
+    (tmp_path / "site-policy.toml").write_text(f"min-examples = 5\n{moved}\n[permits]\nrun.deterministic = true")
     grid = LocalGrid(client.app, ["north", "south", "west"], tmp_path / "state", {"run.deterministic": True})
     policy = {"policy": str(tmp_path / "site-policy.toml")}
     grid.node_config = {"west": policy, "south": policy}  # of 5 and of 4 rows
