@@ -7,7 +7,7 @@ other callers out of Flower's gRPC port.
 |---|---|
 | has at most 8 open calls | each is served |
 | opens a ninth | its OLDEST one ends |
-| has not sent a body after 300 s | that call ends |
+| has not sent a body after 15 minutes | that call ends |
 
 When a site's connection drops, its calls stay open until keepalive detects them. A limit that refused the new call
 would lock that site out.

@@ -200,12 +200,16 @@ class LocalDeployment:
         )
         self._log_starts[name] = log.stat().st_size if log.exists() else 0
         port, secret = self._site_ports[name], write_secret(self.folder / "keys" / f"{name}.superexec")
-        link, config = f"127.0.0.1:{self._fleet_port}", self._write_node_config(name)
+        link, config = self.fleet_address(name), self._write_node_config(name)
         command = supernode_command(link, self.folder / "ca.crt", self._key(name), port, config, secret)
         superexec = start_isolated(self.processes, name, command, env, port, secret)
         site = parse_site(tomllib.loads(self._node_file(name).read_text(encoding="utf-8")))
         if not self._own_waits:  # unmodified Flower has no worker, whose CPU seconds would distort the comparison
             start_spare(site, superexec, self.processes.marked(name, env))
+
+    def fleet_address(self, name: str) -> str:
+        """Return the address at which a site reaches the server; a subclass may put a line of its own in between."""
+        return f"127.0.0.1:{self._fleet_port}"
 
     def online(self, name: str) -> bool:
         """Return whether the SuperLink has accepted the site. Raises LaunchError if its SuperNode has exited."""

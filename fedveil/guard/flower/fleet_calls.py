@@ -35,7 +35,7 @@ from flwr.supercore.date import now
 from google.protobuf.message import DecodeError
 
 from fedveil.guard import fleet_limits as limits
-from fedveil.guard.flower import RefusalBehavior
+from fedveil.guard.flower import RefusalBehavior, keepalive
 from fedveil.guard.open_calls import OpenCalls
 from fedveil.guard.signed_time import ERRORS, ClockDifferenceError, check_signed_time
 
@@ -48,6 +48,7 @@ _MAX_BYTES = {"PushMessages": limits.MAX_ANNOUNCEMENT_CALL_BYTES, "PushObject": 
 _OPTIONS = {
     "grpc.max_receive_message_length": limits.MAX_OBJECT_CALL_BYTES,
     "grpc.max_concurrent_streams": limits.MAX_STREAMS_OF_A_CONNECTION,
+    **dict((*keepalive.WINDOW_OPTIONS, *keepalive.ping_options(keepalive.DATA_TIMEOUT))),  # a site's line may be slow
 }
 _CODES = {
     RefusalBehavior.SAYS_WHY: grpc.StatusCode.FAILED_PRECONDITION,
@@ -110,6 +111,8 @@ class FleetCallInterceptor(grpc.ServerInterceptor):
             request = handler.request_deserializer(body)
         except DecodeError:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "fedveil: not a request")
+        if name == "GetFab":  # a zip file whose members are stored: it takes a quarter of the bytes
+            context.set_compression(grpc.Compression.Gzip)
         answer: bytes = handler.response_serializer(handler.unary_unary(request, context))
         return answer
 

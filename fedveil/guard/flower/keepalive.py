@@ -1,14 +1,22 @@
-"""Detect a SuperNode's dead connection within seconds, and reconnect.
+"""Detect a SuperNode's dead connection within seconds, and keep one that is only slow.
 
 Flower's SuperNode polls without a deadline. If a firewall, router or bridge silently drops the connection,
 the request waits for a TCP timeout, which takes 15 minutes on Linux. A proxy that keeps its own
 end open makes it wait forever. The server considers the site offline after a minute.
 
-| the network | detected after |
-|---|---|
-| silently stops carrying data | `SECONDS` without a byte, then `TIMEOUT` without an answer to a ping |
-| comes back with a different address or behind a different router | the same; then a new connection |
-| stays down for longer | one connection attempt every `AGAIN` seconds at most |
+The remedy is a ping. But its answer waits behind everything that this connection still has to carry: at 50 kB/s, an
+app's bundle of 3 MB takes a minute. With one limit for all, a slow line would be taken for a dead one, and the
+transfer would start again, for ever. So a SuperNode has two connections:
+
+| connection | carries | a ping may take | the network stops carrying data: detected after |
+|---|---|---|---|
+| control | everything else: polls, heartbeats, announcements | `TIMEOUT` | `SECONDS` without a byte, then `TIMEOUT` |
+| data | `DATA_CALLS`: a bundle, parts of messages | `DATA_TIMEOUT` | `SECONDS`, then `DATA_TIMEOUT` |
+
+Afterwards there is one connection attempt every `AGAIN` seconds at most. Heartbeats never wait behind a part.
+
+gRPC would also send pings of its own to measure the line, and then let ever more bytes be under way. Where routers
+queue, it measures the queue. Instead, each end says how many bytes of a call may be under way: `WINDOW_BYTES`.
 
 Pings are sent only during an open request, and at most two without data between them. A gRPC server treats
 more pings as abuse.
@@ -24,24 +32,83 @@ import grpc
 SECONDS = 15.0
 TIMEOUT = 10.0
 AGAIN = 10.0
+DATA_TIMEOUT = 300.0  # two parts at once, with both windows full, at 5 kB/s: 210 s
+DATA_CALLS = ("GetFab", "PullObject", "PushObject")
+WINDOW_BYTES = 512 * 1024  # 40 Mbit/s for each call over 100 ms
+WINDOW_OPTIONS = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", WINDOW_BYTES))
 
 
-def patch_supernode_keepalive(seconds: float = SECONDS, timeout: float = TIMEOUT) -> None:
-    """Make every gRPC channel in this process send keepalive pings to check that its peer is alive."""
-    options = (
+def patch_supernode_keepalive(
+    seconds: float = SECONDS, timeout: float = TIMEOUT, data_timeout: float = DATA_TIMEOUT
+) -> None:
+    """Split every gRPC channel in this process into a control and a data connection that check if their peer lives."""
+    every = (
         ("grpc.keepalive_time_ms", round(seconds * 1000)),
-        ("grpc.keepalive_timeout_ms", round(timeout * 1000)),  # for unacknowledged bytes
-        ("grpc.http2.ping_timeout_ms", round(timeout * 1000)),  # for the ping: gRPC 1.85 otherwise waits a minute
         ("grpc.max_reconnect_backoff_ms", round(AGAIN * 1000)),
+        *WINDOW_OPTIONS,
     )
+    control, data = ((*every, *ping_options(limit)) for limit in (timeout, data_timeout))
     for name in ("secure_channel", "insecure_channel"):
-        setattr(grpc, name, _with(getattr(grpc, name), options))
+        setattr(grpc, name, _with(getattr(grpc, name), control, data))
 
 
-def _with(make: Callable[..., grpc.Channel], more: tuple[tuple[str, int], ...]) -> Callable[..., grpc.Channel]:
-    """Wrap `make` to put these channel options before the caller's options."""
+def ping_options(seconds: float) -> tuple[tuple[str, int], ...]:
+    """Return gRPC's options for how long a connection may leave bytes unacknowledged and a ping unanswered."""
+    # the first is also TCP's user timeout, which a window that stays shut exceeds; without the second it is a minute
+    return tuple((f"grpc.{name}_timeout_ms", round(seconds * 1000)) for name in ("keepalive", "http2.ping"))
+
+
+class SplitChannel(grpc.Channel):
+    """Two connections to one server, which look like one channel."""
+
+    def __init__(self, control: grpc.Channel, data: grpc.Channel) -> None:
+        self._control, self._data = control, data
+
+    def subscribe(self, callback: Any, try_to_connect: bool | None = False) -> None:
+        """Report the state of the control connection."""
+        self._control.subscribe(callback, try_to_connect)
+
+    def unsubscribe(self, callback: Any) -> None:
+        """Stop reporting."""
+        self._control.unsubscribe(callback)
+
+    def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Return a callable of the connection that carries this method."""
+        return self._of(method).unary_unary(method, *args, **kwargs)
+
+    def unary_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Return a callable of the connection that carries this method."""
+        return self._of(method).unary_stream(method, *args, **kwargs)
+
+    def stream_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Return a callable of the connection that carries this method."""
+        return self._of(method).stream_unary(method, *args, **kwargs)
+
+    def stream_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Return a callable of the connection that carries this method."""
+        return self._of(method).stream_stream(method, *args, **kwargs)
+
+    def close(self) -> None:
+        """Close both connections."""
+        self._control.close()
+        self._data.close()
+
+    def __enter__(self) -> SplitChannel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _of(self, method: str) -> grpc.Channel:
+        return self._data if method.rpartition("/")[2] in DATA_CALLS else self._control
+
+
+def _with(
+    make: Callable[..., grpc.Channel], control: tuple[tuple[str, int], ...], data: tuple[tuple[str, int], ...]
+) -> Callable[..., grpc.Channel]:
+    """Wrap `make` to make two connections, with these channel options before the caller's options."""
 
     def made(*args: Any, options: Any = None, **kwargs: Any) -> grpc.Channel:
-        return make(*args, options=[*more, *(options or ())], **kwargs)
+        return SplitChannel(*(make(*args, options=[*more, *(options or ())], **kwargs) for more in (control, data)))
 
     return made

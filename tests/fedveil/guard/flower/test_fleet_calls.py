@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import threading
 import time
 from collections.abc import Iterator
@@ -53,7 +54,9 @@ class Servicer:
         pull = grpc.unary_unary_rpc_method_handler(
             self.pull, PullMessagesRequest.FromString, PullMessagesResponse.SerializeToString
         )
-        return grpc.method_handlers_generic_handler("flwr.proto.Fleet", {"PullMessages": pull, "PushObject": pull})
+        bundle = grpc.unary_unary_rpc_method_handler(lambda request, _context: bytes(len(request)), bytes, bytes)
+        handlers = {"PullMessages": pull, "PushObject": pull, "GetFab": bundle, "PullObject": bundle}
+        return grpc.method_handlers_generic_handler("flwr.proto.Fleet", handlers)
 
 
 class Port:
@@ -221,6 +224,19 @@ def test_a_call_that_keeps_its_body_is_told_to_ask_again(port: Port, monkeypatch
 def test_a_body_is_as_long_as_its_call_needs(method: str, size: int, status: str, port: Port) -> None:
     assert port.ask(signed(SITE), b"\xff" * size, method) == status
     assert port.servicer.calls == 0
+
+
+def test_a_bundle_is_compressed_on_its_way_and_a_part_of_a_message_is_not(port: Port) -> None:
+    """With `per_message_decompression` off, gRPC hands over what came."""
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.per_message_decompression", 0)]
+    with grpc.insecure_channel(f"127.0.0.1:{port.port}", options=options) as channel:
+        bundle, part = (
+            channel.unary_unary(f"/flwr.proto.Fleet/{name}")(bytes(60_000), metadata=signed(SITE), timeout=5)
+            for name in ("GetFab", "PullObject")
+        )
+    assert len(part) == 60_000
+    assert len(bundle) < 1_000
+    assert gzip.decompress(bundle) == part
 
 
 def test_an_empty_stream_is_no_call(port: Port) -> None:

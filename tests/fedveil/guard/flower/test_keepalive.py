@@ -8,9 +8,11 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import grpc
 import pytest
+from flwr.proto.fleet_pb2_grpc import FleetStub
 from flwr.supercore.grpc import create_channel
 
 from fedveil.guard.flower import keepalive
@@ -24,6 +26,8 @@ class Relay:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.connections = 0
+        self.flowing = threading.Event()
+        self.flowing.set()
         self._lit: list[threading.Event] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -46,6 +50,7 @@ class Relay:
     def _carry(self, one: socket.socket, other: socket.socket, lit: threading.Event) -> None:
         with contextlib.suppress(OSError):
             while data := one.recv(65536):
+                self.flowing.wait()
                 if lit.is_set():
                     other.sendall(data)
             other.shutdown(socket.SHUT_WR)
@@ -70,7 +75,7 @@ def relay() -> Iterator[Relay]:
 def kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("secure_channel", "insecure_channel"):
         monkeypatch.setattr(grpc, name, getattr(grpc, name))  # puts them back afterwards
-    keepalive.patch_supernode_keepalive(seconds=1, timeout=2)
+    keepalive.patch_supernode_keepalive(seconds=1, timeout=2, data_timeout=60)
 
 
 def _again(ask: grpc.UnaryUnaryMultiCallable, question: bytes, seconds: float) -> bytes:
@@ -115,14 +120,68 @@ def test_flowers_own_channel_would_still_wait(relay: Relay) -> None:
     channel.close()
 
 
-def test_the_limits_of_messages_stay_flowers(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, int] = {}
+@pytest.mark.long
+def test_a_part_may_take_longer_than_a_dead_line_and_a_poll_may_not(kept: None, relay: Relay) -> None:
+    """The relay keeps everything back for 6 s, as a slow line does with what is sent behind a large part."""
+    channel = create_channel(f"127.0.0.1:{relay.port}", insecure=True)
+    poll, part = (channel.unary_unary(f"/flwr.proto.Fleet/{name}") for name in ("PullMessages", "PullObject"))
+    assert _again(poll, b"one", seconds=60) == _again(part, b"one", seconds=60) == b"one"
+    time.sleep(0.5)
+    relay.flowing.clear()
+    threading.Timer(6.0, relay.flowing.set).start()
+    waiting, ended = part.future(b"large", timeout=60), poll.future(b"two", timeout=60)
+    with pytest.raises(grpc.RpcError) as caught:
+        ended.result()
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert waiting.result() == b"large"
+    channel.close()
+
+
+def test_bundles_and_parts_of_messages_have_a_connection_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[dict[str, int], list[str]]] = []
+
+    class Fake(grpc.Channel):
+        def __init__(self, options: list[tuple[str, int]]) -> None:
+            made.append((dict(options), []))
+            self.methods = made[-1][1]
+
+        def unary_unary(self, method: str, *_args: object, **_kwargs: object) -> None:
+            self.methods.append(method.rpartition("/")[2])
+
+        def _never(self, *_args: object) -> None:
+            raise AssertionError("not called")
+
+        subscribe = unsubscribe = unary_stream = stream_unary = stream_stream = close = __enter__ = __exit__ = _never
+
     monkeypatch.setattr(grpc, "secure_channel", None)
-    monkeypatch.setattr(grpc, "insecure_channel", lambda _address, options: seen.update(options))
+    monkeypatch.setattr(grpc, "insecure_channel", lambda _address, options: Fake(options))
     keepalive.patch_supernode_keepalive()
-    create_channel("127.0.0.1:1", insecure=True, max_message_length=4321)
-    assert seen["grpc.max_receive_message_length"] == seen["grpc.max_send_message_length"] == 4321
-    assert seen["grpc.keepalive_time_ms"] == 15_000
-    assert seen["grpc.keepalive_timeout_ms"] == seen["grpc.http2.ping_timeout_ms"] == 10_000
+    FleetStub(grpc.insecure_channel("127.0.0.1:1", options=[("grpc.max_receive_message_length", 4321)]))
+    (control, polls), (data, parts) = made
+    assert sorted(parts) == sorted(keepalive.DATA_CALLS)
+    assert {"PullMessages", "SendNodeHeartbeat", "PushMessages"} <= set(polls)
+    assert control["grpc.max_receive_message_length"] == data["grpc.max_receive_message_length"] == 4321
+    for options, milliseconds in ((control, 10_000), (data, 300_000)):
+        assert options["grpc.keepalive_time_ms"] == 15_000
+        assert options["grpc.keepalive_timeout_ms"] == options["grpc.http2.ping_timeout_ms"] == milliseconds
+        assert (options["grpc.http2.bdp_probe"], options["grpc.http2.lookahead_bytes"]) == (0, 512 * 1024)
     # found and tried again before the server calls the site gone
     assert keepalive.SECONDS + keepalive.TIMEOUT + keepalive.AGAIN < 60
+
+
+def test_a_channel_of_two_connections_reports_the_first_and_closes_both() -> None:
+    calls: list[str] = []
+
+    def fake(name: str) -> SimpleNamespace:
+        every = ("subscribe", "unsubscribe", "close", "unary_stream", "stream_unary", "stream_stream")
+        return SimpleNamespace(**{each: lambda *_, each=each: calls.append(f"{name} {each}") for each in every})
+
+    with keepalive.SplitChannel(fake("control"), fake("data")) as channel:
+        channel.subscribe(print, True)
+        channel.unsubscribe(print)
+        for kind in ("unary_stream", "stream_unary", "stream_stream"):
+            getattr(channel, kind)("/a/PushObject")
+            getattr(channel, kind)("/a/PushObjects")
+    assert calls[:2] == ["control subscribe", "control unsubscribe"]
+    assert calls[2:4] == ["data unary_stream", "control unary_stream"]
+    assert calls[6:] == ["data stream_stream", "control stream_stream", "control close", "data close"]
