@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.check import reference
+from benchmarks.check import bootstrap, reference
 
 TOLERANCE = 1e-6  # relative to the figure, for what is stored unrounded
 _PAIRED = 1.3  # a difference's rows' part is at most the sum of both parts; percentiles scatter around that
@@ -15,18 +15,28 @@ _PAIRED = 1.3  # a difference's rows' part is at most the sum of both parts; per
 
 @dataclass(frozen=True)
 class Figure:
-    """A metric of a row: its mean, its 95 % interval, and the value of each seed, if the file has them."""
+    """A metric of a row: its mean, its 95 % interval, and the value of each seed, if the file has them.
+
+    Attributes:
+        of_seeds: whether the interval is over the seeds alone.
+        replicates: the value on resamples of the test rows, if the file has what they need.
+    """
 
     mean: float
     low: float
     high: float
     n: int
     seeds: tuple[float, ...]
+    of_seeds: bool = False
+    replicates: bootstrap.Numbers | None = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Figure:
+    def from_json(
+        cls, found: Mapping[str, Any], of_seeds: bool = False, replicates: bootstrap.Numbers | None = None
+    ) -> Figure:
         """Return the figure from a file's metric."""
-        return cls(found["mean"], found["low"], found["high"], found["n"], tuple(found.get("seeds", ())))
+        seeds = tuple(found.get("seeds", ()))
+        return cls(found["mean"], found["low"], found["high"], found["n"], seeds, of_seeds, replicates)
 
     @property
     def slack(self) -> float:
@@ -111,15 +121,23 @@ class Difference:
         return least, most
 
 
-def subtract(mine: Figure, other: Figure | float, seeds_only: bool) -> Difference:
-    """Return `mine` less `other`; the rows' part is known for a constant and where the file has seeds alone."""
+def subtract(mine: Figure, other: Figure | float) -> Difference:
+    """Return `mine` less `other`.
+
+    The rows' part is known for a constant, and where the file has seeds alone; it is nearly known where both figures
+    have replicates, and else only bounded.
+    """
     if not isinstance(other, Figure):
         below, above = mine.rows_halves()
         seeds = tuple(value - other for value in mine.seeds)
         return Difference(mine.mean - other, seeds, (below, below), (above, above))
     value, seeds = mine.mean - other.mean, pair_seeds(mine, other)
-    if seeds_only:
+    if mine.of_seeds and other.of_seeds:
         return Difference(value, seeds, (0.0, 0.0), (0.0, 0.0))
+    if mine.replicates is not None and other.replicates is not None:
+        halves = bootstrap.compute_halves(mine.replicates - other.replicates)
+        below, above = (((1 - bootstrap.NEAR) * half, (1 + bootstrap.NEAR) * half) for half in halves)
+        return Difference(value, seeds, below, above)
     sums = [sum(halves) for halves in zip(mine.rows_halves(), reversed(other.rows_halves()), strict=True)]
     return Difference(value, seeds, (0.0, _PAIRED * sums[0]), (0.0, _PAIRED * sums[1]))
 

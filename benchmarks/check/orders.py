@@ -16,7 +16,7 @@ _ORDER = re.compile(
 )
 
 
-def check_order(check: FileCheck, rows: Mapping[str, Mapping[str, Figure]], seeds_only: bool, sentence: str) -> bool:
+def check_order(check: FileCheck, rows: Mapping[str, Mapping[str, Figure]], sentence: str) -> bool:
     """Compare the sentence with the rows; return whether it is one about an order.
 
     The pairs' intervals are not printed. Where they are over rows and seeds, the verdicts are known only within the
@@ -30,7 +30,7 @@ def check_order(check: FileCheck, rows: Mapping[str, Mapping[str, Figure]], seed
     family = []
     for (high, above), (low, below) in itertools.combinations(zip(order, figures, strict=True), 2):
         mine, other = (above, below) if better == "higher" else (below, above)
-        verdict, p_values = claims.judge_side(subtract(mine, other, seeds_only), "lower", "higher")
+        verdict, p_values = claims.judge_side(subtract(mine, other), "lower", "higher")
         family.append(Verdict(f"{high} over {low}", "", verdict, "not told apart", p_values))
     possible = claims.find_possible_words(family)
     pairs = len(family)

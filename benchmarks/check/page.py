@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.check import reference
 from benchmarks.check.report import FileCheck
-from benchmarks.check.result_file import SHARES, read_figures
+from benchmarks.check.result_file import SHARES, read_rows
 from benchmarks.check.sentences import NUMBER, read_number, rounding_of
 
 _CLAIM = re.compile(r"^- (.+) \(\[([\w/]+)\]\(reference/results/\w+\.md\)\)\n  <!-- (.+) -->$", re.MULTILINE)
@@ -34,7 +34,7 @@ def check_page(text: str, results: Mapping[str, Mapping[str, Any]], name: str = 
             check.mismatches.append(f"{preset}: no result")
             continue
         measured, verdict, intervals = (part.strip() for part in comment.split(" | "))
-        figures = {row["name"]: read_figures(row["metrics"]) for row in result["rows"]}
+        figures = read_rows(result)
         expected: list[tuple[float, float] | tuple[str, str] | None] = []
         for item in measured.split("; "):
             if item.startswith('"'):

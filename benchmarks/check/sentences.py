@@ -33,12 +33,7 @@ class Table:
     check: FileCheck
     result: Mapping[str, Any]
     rows: Rows
-    seeds_only: bool
     families: dict[str, list[Verdict]] = field(default_factory=lambda: {"comparisons": [], "controls": []})
-
-    def subtract(self, mine: Figure, other: Figure | float) -> Difference:
-        """Return `mine` less `other`, paired by seed."""
-        return subtract(mine, other, self.seeds_only)
 
     def compare_number(self, text: str, printed: str, value: float) -> None:
         """Compare a printed number with a value, as it is rounded."""
@@ -84,9 +79,9 @@ def rounding_of(text: str) -> float:
     return float(0.5 * 10.0 ** (int(exponent or 0) - len(digits.partition(".")[2])))
 
 
-def check_sentences(check: FileCheck, result: Mapping[str, Any], rows: Rows, seeds_only: bool) -> None:
+def check_sentences(check: FileCheck, result: Mapping[str, Any], rows: Rows) -> None:
     """Compare every sentence of the file with its rows."""
-    table = Table(check, result, rows, seeds_only)
+    table = Table(check, result, rows)
     unread = []
     for sentence in result["verdicts"]:
         if match := _CORRECTED.search(sentence):
@@ -115,7 +110,7 @@ def _read_claim(table: Table, sentence: str) -> bool:
     if (found := _find_figures(table.rows, head, other)) is None:
         return False
     mine, theirs = found
-    d = table.subtract(mine, float(constant) if theirs is None else theirs)
+    d = subtract(mine, float(constant) if theirs is None else theirs)
     d = table.compare_difference(sentence, printed, d)
     if claim:
         verdict, p_values = claims.judge_claim(d, claim, float(margin or 0))
@@ -169,13 +164,13 @@ def _read_gap(table: Table, sentence: str) -> bool:
     if lower:
         row = name.removesuffix(" against the public base fine-tuned alone")
         base = table.rows["public base, fine-tuned"]["loss"]
-        d = table.compare_difference(sentence, printed, table.subtract(base, table.rows[row]["loss"]))
+        d = table.compare_difference(sentence, printed, subtract(base, table.rows[row]["loss"]))
         verdict, p_values = claims.judge_side(d, "worse", "better")
         table.add(Verdict(sentence, word, verdict, "not told apart", p_values))
         return True
     if not (figure := table.rows.get(name, {}).get("loss")):
         return False
-    d = table.compare_difference(sentence, printed, table.subtract(figure, 0.0))
+    d = table.compare_difference(sentence, printed, subtract(figure, 0.0))
     if word:
         verdict, p_values = claims.judge_side(d, "less than where nothing is hidden", "a gap")
         table.add(Verdict(sentence, word, verdict, "no gap can be told", p_values))
@@ -189,7 +184,7 @@ def _read_adaptive(table: Table, sentence: str) -> bool:
     name, *printed, what, word = match.groups()
     server = f"{name.partition(', ')[0]}, server"
     other = server if what == "the server's model" else "public base, fine-tuned"
-    d = table.subtract(table.rows[name]["loss"], table.rows[other]["loss"])
+    d = subtract(table.rows[name]["loss"], table.rows[other]["loss"])
     d = table.compare_difference(sentence, printed, d)
     verdict, p_values = claims.judge_side(d, "better", "worse")
     table.add(Verdict(sentence, word, verdict, "not told apart", p_values))
@@ -202,13 +197,13 @@ def _read_noise_table(table: Table, sentence: str) -> bool:
         # The file counts this comparison without printing it; only the seeds' part of its interval is known.
         metric = "right" if "right" in table.rows[f"{match[1]}, at the site"] else "loss"
         site, sums = (table.rows[f"{match[1]}, {where}"][metric] for where in ("at the site", "in the sum"))
-        d = table.subtract(sums, site)
+        d = subtract(sums, site)
         table.add(Verdict(sentence, "", "told apart", "not told apart", d.p_values()))
         return True
     if match := re.fullmatch(rf"(\d+ sites), at the site less in the sum, loss: {INTERVAL}: (.+)\.", sentence):
         count, *printed, word = match.groups()
         site, sums = (table.rows[f"{count}, {where}"]["loss"] for where in ("at the site", "in the sum"))
-        d = table.compare_difference(sentence, printed, table.subtract(site, sums))
+        d = table.compare_difference(sentence, printed, subtract(site, sums))
         verdict, p_values = claims.judge_side(d, "the site is better", "the sum is better")
         table.add(Verdict(sentence, word, verdict, "not told apart", p_values))
         return True
@@ -218,9 +213,9 @@ def _read_noise_table(table: Table, sentence: str) -> bool:
     differences = []
     for part in parts.split("; "):
         if ahead := re.fullmatch(rf"less (.+): {INTERVAL}", part):
-            d = table.subtract(table.rows[row]["right"], table.rows[ahead[1]]["right"])
+            d = subtract(table.rows[row]["right"], table.rows[ahead[1]]["right"])
         elif ahead := re.fullmatch(rf"(.+) less it: {INTERVAL}", part):
-            d = table.subtract(table.rows[ahead[1]]["loss"], table.rows[row]["loss"])
+            d = subtract(table.rows[ahead[1]]["loss"], table.rows[row]["loss"])
         else:
             return False
         differences.append(table.compare_difference(f"{row}: {part}", ahead.groups()[1:], d))
@@ -238,7 +233,7 @@ def _read_peer(table: Table, sentence: str) -> bool:
     mine, theirs = table.rows[row][metric], table.rows[other][metric]
     table.compare_number(sentence, value, mine.mean)
     table.compare_number(sentence, others, theirs.mean)
-    d = table.compare_difference(sentence, printed, table.subtract(mine, theirs))
+    d = table.compare_difference(sentence, printed, subtract(mine, theirs))
     verdict, p_values = claims.judge_side(d, "FedVeil is ahead", f"{other} is ahead")
     table.add(Verdict(sentence, word, verdict, "not told apart", p_values))
     return True
@@ -265,14 +260,14 @@ def _read_reconstruction(table: Table, sentence: str) -> bool:
         return False
     name, *printed, expected_, word = match.groups()
     mine = table.rows[name]["psnr"]
-    table.compare_difference(sentence, printed, table.subtract(mine, 0.0))
+    table.compare_difference(sentence, printed, subtract(mine, 0.0))
     if above := re.fullmatch(rf"above ({NUMBER}) dB", expected_):
-        verdict, p_values = claims.judge_claim(table.subtract(mine, float(above[1])), "higher", 0.0)
+        verdict, p_values = claims.judge_claim(subtract(mine, float(above[1])), "higher", 0.0)
     else:
         guesses = [row for row in table.rows if row.startswith("mean image, ")]
         of_model = [row for row in guesses if name.startswith(row.removeprefix("mean image, "))] or guesses[:1]
         guess = table.rows[max(of_model, key=len)]["psnr"]
-        verdict, p_values = claims.judge_claim(table.subtract(mine, guess), "lower", 0.0)
+        verdict, p_values = claims.judge_claim(subtract(mine, guess), "lower", 0.0)
     table.add(Verdict(sentence, word, verdict, claims.OPEN, p_values))
     return True
 
@@ -286,10 +281,10 @@ def _read_control(table: Table, sentence: str) -> bool:
     figure = next((of[m] for row, of in table.rows.items() for m in of if f"{row}, {m}" == name), None)
     if figure is None:
         return False
-    d = table.subtract(figure, 0.0)
+    d = subtract(figure, 0.0)
     if re.match(r"(not told from|above|below) 0\.5$", expected) and word is None:
         table.compare_difference(sentence, printed, d)
-        verdict, p_values = claims.judge_side(table.subtract(figure, CHANCE), "below 0.5", "above 0.5")
+        verdict, p_values = claims.judge_side(subtract(figure, CHANCE), "below 0.5", "above 0.5")
         table.add(Verdict(sentence, expected, verdict, "not told from 0.5", p_values))
         return True
     won = re.fullmatch(rf"above ({NUMBER})", expected)
@@ -298,7 +293,7 @@ def _read_control(table: Table, sentence: str) -> bool:
     table.compare_difference(sentence, printed, of_rows)
     low, high = map(read_number, printed[1:])
     if won:
-        verdict, p_values = claims.judge_claim(table.subtract(figure, float(won[1])), "higher", 0.0)
+        verdict, p_values = claims.judge_claim(subtract(figure, float(won[1])), "higher", 0.0)
     elif span := re.fullmatch(rf"within ({NUMBER}) to ({NUMBER})", expected):
         gain = Difference(of_rows.value - CHANCE, (), of_rows.below, of_rows.above)
         verdict, p_values = claims.judge_claim(gain, "equal", CHANCE - float(span[1]))
@@ -328,7 +323,7 @@ def _read_errors(table: Table, sentence: str) -> bool:
         return False
     mine, word, other, *printed = match.groups()
     metric = "reconstruction error"
-    d = table.subtract(table.rows[f"{mine} client"][metric], table.rows[f"{other} client"][metric])
+    d = subtract(table.rows[f"{mine} client"][metric], table.rows[f"{other} client"][metric])
     d = table.compare_difference(sentence, printed, d)
     verdict, p_values = claims.judge_side(d, "is smaller than", "is larger than")
     table.families.setdefault("errors", []).append(Verdict(sentence, word, verdict, "is not told from", p_values))
@@ -387,7 +382,7 @@ def _read_quoted(table: Table, sentence: str) -> bool:
 
 
 def _read_order(table: Table, sentence: str) -> bool:
-    return orders.check_order(table.check, table.rows, table.seeds_only, sentence)
+    return orders.check_order(table.check, table.rows, sentence)
 
 
 _READERS: tuple[Callable[[Table, str], bool], ...] = (

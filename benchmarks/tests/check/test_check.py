@@ -69,6 +69,8 @@ CHANGES = {
     "the size of a family": ("lora_property", ("8 comparisons", "7 comparisons")),
     "a control": ("dp_fpl_mia_learns", ("0.45 to 0.55: held", "0.45 to 0.55: NOT HELD")),
     "an order": ("fedrand_table4", ("4 of 10 pairs hold, 3 are", "9 of 10 pairs hold, 1 are")),
+    "what intervals cover": ("lora_viggo", ("over seeds, one test set;", "over rows and seeds;")),
+    "what some intervals cover": ("fedqsn_table2", ("over rows and seeds;", "over seeds;")),
     "a ratio": ("lora_quality", ("HetLoRA: loss is", "FLoRA: loss is")),
     "a peer": ("peers_e2e", ("Flower FedAvg 44.04", "Flower FedAvg 45.04")),
     "bytes to a target": ("fedrand_quality", ("-3.19 [-10.6", "-3.29 [-10.6")),
