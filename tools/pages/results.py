@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tools import result_provenance
+
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 _COUNTS = {"upload_bytes": "bytes up", "download_bytes": "bytes down", "rounds": "rounds", "seconds": "seconds"}
 
@@ -21,16 +23,30 @@ def render_index(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the index page: a table of the results with their form, commit and number of rows."""
     lines = [
         f"| [{_escape(result['preset'])}]({name}.md) | {_escape(result['title'])} | {result['form']} "
-        f"| {result['commit']} | {len(result['rows'])} |"
+        f"| {result['commit']} | {_describe_code(name, result['commit'])} | {len(result['rows'])} |"
         for name, result in results.items()
     ]
+    dirty = sum(result["commit"].endswith("+") for result in results.values())
+    unknown = sum(name in result_provenance.UNKNOWN for name in results)
     return "\n".join([
         "# Results of all benchmarks", "",
         "Each page is written from one file of `benchmarks/results/`. Intervals are of 95 %, each for one figure.",
         "The sentences below a table are the file's own; those of comparisons are corrected for all of them.", "",
-        "| preset | | form | commit | rows |", "|---|---|---|---|---|", *lines, "",
+        f"Of {len(results)} results, {dirty} were measured with changes that no commit has (\"+\"), and {unknown} at a",
+        "commit that the history no longer has: their code cannot be checked out. New ones are refused in both cases.",
+        "`python tools/result_provenance.py` lists how many commits have since changed the code that each measured.",
+        "", "| preset | | form | commit | code | rows |", "|---|---|---|---|---|---|", *lines, "",
         "```{toctree}\n:hidden:\n:glob:\n\n*\n```", "",
     ])  # fmt: skip
+
+
+def _describe_code(name: str, commit: str) -> str:
+    """Return whether the measured code can be checked out."""
+    words = [
+        *(["changed"] if commit.endswith("+") else []),
+        *(["not in history"] if name in result_provenance.UNKNOWN else []),
+    ]
+    return ", ".join(words) or "clean"
 
 
 def render_result(result: Mapping[str, Any]) -> str:

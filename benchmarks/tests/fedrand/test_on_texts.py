@@ -87,7 +87,7 @@ def test_intervals_of_losses_cover_the_test_sources_which_are_paired_and_kept(me
         done.append({name: with_losses(run, 0.0) for name, run in each.items()})
     margin = {"loss": 0.2, "bleu": 3.0}
     found = outcome(done, claims=[CLAIM | {"metric": metric, "margin": margin[metric]} for metric in metrics])
-    assert said in next(text for text in found.verdicts if "corrected for" in text)
+    assert f"95 % each, {said}" in next(text for text in found.verdicts if "corrected for" in text)
     by_name = {row["name"]: row for row in found.rows}
     metric = by_name["FedAvg"]["metrics"]["loss"]
     over_seeds = resampling.compute_interval(on_texts.figures_of([r["FedAvg"].scores for r in done])["loss"])
