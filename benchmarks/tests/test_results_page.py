@@ -347,7 +347,11 @@ def test_pictures_and_pages_that_the_page_names_are_there():
     assert links
     headings = [line.lstrip("# ") for line in PAGE.read_text().splitlines() if line.startswith("#")]
     within = {f"#{heading.lower().replace(' ', '-')}" for heading in headings}
-    pages = {"reference/results/index.md", *(f"reference/results/{name}.md" for name in results.read_results())}
+    pages = {
+        "reference/results/index.md",
+        "reference/results/papers.md",
+        *(f"reference/results/{name}.md" for name in results.read_results()),
+    }
     assert [x for x in links if x not in {*within, *pages} and not (PAGE.parent / x).is_file()] == []
 
 

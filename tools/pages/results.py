@@ -22,7 +22,7 @@ def read_results() -> dict[str, dict[str, Any]]:
 def render_index(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the index page: a table of the results with their form, commit and number of rows."""
     lines = [
-        f"| [{_escape(result['preset'])}]({name}.md) | {_escape(result['title'])} | {result['form']} "
+        f"| [{escape_markdown(result['preset'])}]({name}.md) | {escape_markdown(result['title'])} | {result['form']} "
         f"| {result['commit']} | {_describe_code(name, result['commit'])} | {len(result['rows'])} |"
         for name, result in results.items()
     ]
@@ -35,6 +35,7 @@ def render_index(results: Mapping[str, Mapping[str, Any]]) -> str:
         f"Of {len(results)} results, {dirty} were measured with changes that no commit has (\"+\"), and {unknown} at a",
         "commit that the history no longer has: their code cannot be checked out. New ones are refused in both cases.",
         "`python tools/result_provenance.py` lists how many commits have since changed the code that each measured.",
+        "[The papers' claims](papers.md) are on a page of their own, with what of the papers is not here.",
         "", "| preset | | form | commit | code | rows |", "|---|---|---|---|---|---|", *lines, "",
         "```{toctree}\n:hidden:\n:glob:\n\n*\n```", "",
     ])  # fmt: skip
@@ -55,13 +56,14 @@ def render_result(result: Mapping[str, Any]) -> str:
     machine = ", ".join(f"{key} {value}" for key, value in result["environment"].items() if value is not None)
     seconds = f", {result['seconds']:,.0f} s" if "seconds" in result else ""  # older files lack it
     parts = [
-        f"# {_escape(result['preset'])}", "", f"{_escape(result['title'])}.", "",
-        f"`fedveil bench {result['preset']}{options}`, commit {result['commit']}{seconds}. {_escape(machine)}.", "",
+        f"# {escape_markdown(result['preset'])}", "", f"{escape_markdown(result['title'])}.", "",
+        f"`fedveil bench {result['preset']}{options}`, commit {result['commit']}{seconds}. "
+        f"{escape_markdown(machine)}.", "",
         "## Rows", "", *(line for row in result["rows"] for line in _render_row(row, result.get("paper", {}))),
     ]  # fmt: skip
     for heading, sentences in (("What it decides", "verdicts"), ("Differences from the paper", "differences")):
         if result.get(sentences):
-            parts += [f"## {heading}", "", *(f"- {_escape(sentence)}" for sentence in result[sentences]), ""]
+            parts += [f"## {heading}", "", *(f"- {escape_markdown(sentence)}" for sentence in result[sentences]), ""]
     return "\n".join(parts)
 
 
@@ -75,17 +77,17 @@ def _seeds_option(result: Mapping[str, Any]) -> str:
 def _render_row(row: Mapping[str, Any], paper: Mapping[str, Mapping[str, float]]) -> list[str]:
     reported = paper.get(row["name"], {})
     counts = [f"{row[key]:,.10g} {words}" for key, words in _COUNTS.items() if isinstance(row.get(key), int | float)]
-    lines = [f"### {_escape(row['name'])}", "", *([f"{', '.join(counts)}.", ""] if counts else [])]
+    lines = [f"### {escape_markdown(row['name'])}", "", *([f"{', '.join(counts)}.", ""] if counts else [])]
     if not row["metrics"]:
         return lines
     lines += ["| metric | mean | interval | n | paper |", "|---|---|---|---|---|"]
     for name, metric in row["metrics"].items():
         interval = f"{metric['low']:.4g} to {metric['high']:.4g}" if metric["n"] > 1 else "-"
         printed = f"{reported[name]:g}" if name in reported else "-"
-        lines.append(f"| {_escape(name)} | {metric['mean']:.6g} | {interval} | {metric['n']} | {printed} |")
+        lines.append(f"| {escape_markdown(name)} | {metric['mean']:.6g} | {interval} | {metric['n']} | {printed} |")
     return [*lines, ""]
 
 
-def _escape(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Escape a result's text so that it is not interpreted as Markdown."""
     return "".join(f"\\{char}" if char in "\\|<>*_[]`" else char for char in text)
