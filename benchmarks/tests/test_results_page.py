@@ -282,6 +282,16 @@ def test_every_claim_that_is_shown_is_decided():
     assert [row.claim for row in ROWS if row.verdict.startswith("not decided")] == []
 
 
+def test_no_claim_is_shown_whose_measurement_is_open_in_another_table():
+    pairs = results.find_double_verdicts(results.read_results())
+    assert len(pairs) == 4
+    sentences = {(name, text) for pair in pairs for name, text in pair}
+    for row in ROWS:
+        quotes = [item.strip('"') for item in row.measured.split("; ") if item.startswith('"')]
+        name = row.link.replace("/", "_")
+        assert not any(name == of and quote in text for of, text in sentences for quote in quotes), row.claim
+
+
 @pytest.mark.parametrize("cell", ["claim", "measured", "interval"])
 def test_no_figure_can_be_changed_unseen(cell):
     """Every number of every row, its last digit moved by two, or by three where two gives another figure of the row."""

@@ -11,6 +11,7 @@ from typing import Any
 from tools import result_provenance
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+_FIGURES = re.compile(r"[+-][\d.]+ \[[+-][\d.]+, [+-][\d.]+\]")  # a difference with its interval
 _COUNTS = {"upload_bytes": "bytes up", "download_bytes": "bytes down", "rounds": "rounds", "seconds": "seconds"}
 
 
@@ -37,8 +38,40 @@ def render_index(results: Mapping[str, Mapping[str, Any]]) -> str:
         "`python tools/result_provenance.py` lists how many commits have since changed the code that each measured.",
         "[The papers' claims](papers.md) are on a page of their own, with what of the papers is not here.",
         "", "| preset | | form | commit | code | rows |", "|---|---|---|---|---|---|", *lines, "",
+        "## One measurement, two verdicts", "",
+        "A verdict is corrected for the comparisons of its own table. So one measurement can be decided in a small",
+        "table and open in a large one; then it counts as open. These are all such measurements:", "",
+        *(f"- {_describe_pair(results, pair)}" for pair in find_double_verdicts(results)), "",
         "```{toctree}\n:hidden:\n:glob:\n\n*\n```", "",
     ])  # fmt: skip
+
+
+def find_double_verdicts(results: Mapping[str, Mapping[str, Any]]) -> list[list[tuple[str, str]]]:
+    """Return the sentences about one measurement whose verdicts differ, each with the name of its result.
+
+    Sentences of different results are about one measurement if they have the same figures and the same claim.
+    """
+    found: dict[tuple[str, ...], list[tuple[str, str]]] = {}
+    for name, result in results.items():
+        for sentence in result["verdicts"]:
+            if (match := _FIGURES.search(sentence)) and ": " in sentence[match.end() :]:
+                claim = stated[1] if (stated := re.search(r"(?:claim|paper) has it ([^:]+):", sentence)) else ""
+                found.setdefault((match[0], claim), []).append((name, sentence))
+    return [
+        each
+        for each in found.values()
+        if len({name for name, _ in each}) > 1 and len({text.rpartition(": ")[2] for _, text in each}) > 1
+    ]
+
+
+def _describe_pair(results: Mapping[str, Mapping[str, Any]], pair: list[tuple[str, str]]) -> str:
+    """Return the figures of a measurement, and each result with its verdict."""
+    figures = _FIGURES.search(pair[0][1])
+    assert figures is not None
+    links = [f"[{escape_markdown(results[name]['preset'])}]({name}.md)" for name, _ in pair]
+    words = [escape_markdown(text.rpartition(": ")[2].rstrip(".")) for _, text in pair]
+    said = "; ".join(f"{link}: {word}" for link, word in zip(links, words, strict=True))
+    return f"{escape_markdown(figures[0])}: {said}"
 
 
 def _describe_code(name: str, commit: str) -> str:
