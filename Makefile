@@ -146,6 +146,7 @@ bench: $(BENCH) ## Run a benchmark: make bench PRESET=fedrand/e2e ARGS=--quick; 
 
 bench-test: $(TESTED) $(BENCH) ## Run the fast tests of the benchmarks, which make test leaves out (ARGS="-m long")
 	@$(PYTEST) benchmarks/tests $(ARGS)
+	@$(BIN)/python -m benchmarks.check
 
 # Installs nothing: a machine with a GPU often has no network, and a torch of its own.
 gpu: ## On a machine with CUDA: the tests marked gpu and the GPU presets, below 10 minutes (ARGS=--dry-run: on the CPU)

@@ -27,7 +27,7 @@ from fedveil.console import main as console
 from fedveil.console.terminal import render_markdown
 from fedveil.contract.layout import MessageLayout
 from fedveil.contract.method import Method
-from tools.pages import attacks, composition, lines, notebooks, python, results
+from tools.pages import attacks, composition, lines, notebooks, paper_claims, python, results
 
 ROOT = Path(__file__).resolve().parent.parent
 _LINES, _COUNTED = "lines of code", "without docstrings, comments and blank lines"
@@ -44,6 +44,7 @@ def pages() -> dict[str, str]:
     read = results.read_results()
     page_texts |= {f"reference/results/{name}.md": results.render_result(result) for name, result in read.items()}
     page_texts["reference/results/index.md"] = results.render_index(read)
+    page_texts["reference/results/papers.md"] = paper_claims.render_page(read)
     return {**page_texts, "reference/methods/index.md": methods(), "reference/methods/what-composes.md": composed()}
 
 

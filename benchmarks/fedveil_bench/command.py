@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedveil.errors import ConfigError
-from fedveil_bench import folders, requirements
+from fedveil_bench import folders, provenance, requirements
 from fedveil_bench import runner as benchmarks
 
 COMMAND_GROUP = "getting_started"
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="file for the JSON; default: in benchmarks/results/, or results/; --quick of a preset with --small: in "
-        "quick/ there",
+        "quick/ there. A result in benchmarks/results/ needs a clean tree and a commit of main",
     )
     parser.set_defaults(run=run_command, form="full")
 
@@ -91,7 +91,9 @@ def run_command(args: argparse.Namespace) -> int:
         return _dry_run(args, console)
     if args.preset is None:
         raise ConfigError(f"preset: expected one of {benchmarks.list_presets()}, found none; name one")
+    benchmarks.read_preset(args.preset, args.form)  # a wrong name is said before anything else
     file: Path = args.out or _file(args.preset, args.form)
+    provenance.require_provenance(file)
     options = benchmarks.BenchOptions(
         form=args.form,
         seeds=args.seeds,
@@ -142,7 +144,7 @@ def _command(name: str, args: argparse.Namespace) -> str:
 def _file(name: str, form: benchmarks.Form) -> Path:
     """Return the path of the result. A preset's quick run must not overwrite a measured result."""
     trial = form == "quick" and "small" in benchmarks.read_preset(name, form)
-    return _results() / ("quick" if trial else "") / f"{name.replace('/', '_')}.json"
+    return _results() / (provenance.TRIALS if trial else "") / f"{name.replace('/', '_')}.json"
 
 
 def _results() -> Path:

@@ -30,8 +30,8 @@ from types import ModuleType
 from typing import Any, Literal
 
 from fedveil.errors import ConfigError
-from fedveil.records.provenance import environment_info, git_commit
-from fedveil_bench import folders
+from fedveil.records.provenance import environment_info
+from fedveil_bench import folders, provenance
 
 Form = Literal["full", "small", "quick"]
 
@@ -147,14 +147,15 @@ def run_preset(name: str, options: BenchOptions) -> tuple[dict[str, Any], dict[s
     preset = read_preset(name, options.form)
     if options.minutes is not None and not getattr(load_runner(preset), "IN_PIECES", False):
         raise ConfigError(f"--minutes: expected a preset whose table can have fewer rows, found {name}; leave it out")
-    began = time.monotonic()
+    began, commit = time.monotonic(), provenance.measured_commit()
     outcome: BenchOutcome = load_runner(preset).run_benchmark(preset["settings"], options)
     result = {
         "preset": name,
         "title": preset["title"],
         "form": options.form,
         "seconds": round(time.monotonic() - began, 1),
-        "commit": git_commit(),
+        # Code that changed during the run belongs to no commit.
+        "commit": commit if commit == provenance.measured_commit() else f"{commit.rstrip('+')}+",
         "environment": environment_info(),
         "rows": outcome.rows,
         "verdicts": outcome.verdicts,

@@ -282,6 +282,16 @@ def test_every_claim_that_is_shown_is_decided():
     assert [row.claim for row in ROWS if row.verdict.startswith("not decided")] == []
 
 
+def test_no_claim_is_shown_whose_measurement_is_open_in_another_table():
+    pairs = results.find_double_verdicts(results.read_results())
+    assert len(pairs) == 4
+    sentences = {(name, text) for pair in pairs for name, text in pair}
+    for row in ROWS:
+        quotes = [item.strip('"') for item in row.measured.split("; ") if item.startswith('"')]
+        name = row.link.replace("/", "_")
+        assert not any(name == of and quote in text for of, text in sentences for quote in quotes), row.claim
+
+
 @pytest.mark.parametrize("cell", ["claim", "measured", "interval"])
 def test_no_figure_can_be_changed_unseen(cell):
     """Every number of every row, its last digit moved by two, or by three where two gives another figure of the row."""
@@ -347,7 +357,11 @@ def test_pictures_and_pages_that_the_page_names_are_there():
     assert links
     headings = [line.lstrip("# ") for line in PAGE.read_text().splitlines() if line.startswith("#")]
     within = {f"#{heading.lower().replace(' ', '-')}" for heading in headings}
-    pages = {"reference/results/index.md", *(f"reference/results/{name}.md" for name in results.read_results())}
+    pages = {
+        "reference/results/index.md",
+        "reference/results/papers.md",
+        *(f"reference/results/{name}.md" for name in results.read_results()),
+    }
     assert [x for x in links if x not in {*within, *pages} and not (PAGE.parent / x).is_file()] == []
 
 

@@ -36,6 +36,20 @@ def test_nothing_of_a_result_is_read_as_markdown():
     assert "Differences" not in page
 
 
+def test_one_measurement_with_two_verdicts_is_named():
+    text = "loss of {} less that of b: +0.1 [+0.0, +0.2]; the claim has it {}: {}."
+    given = {
+        "x_small": RESULT | {"verdicts": [text.format("a", "higher", "holds here")]},
+        "x_large": RESULT | {"verdicts": [text.format("a", "higher", "not decided")]},
+        "x_other": RESULT | {"verdicts": [text.format("a", "equal (within 0.3)", "not decided")]},
+    }
+    assert [[name for name, _ in pair] for pair in results.find_double_verdicts(given)] == [["x_small", "x_large"]]
+    index = results.render_index(given)
+    assert "- +0.1 \\[+0.0, +0.2\\]: [x/y](x_small.md): holds here; [x/y](x_large.md): not decided" in index
+    del given["x_large"]
+    assert results.find_double_verdicts(given) == []
+
+
 def test_every_committed_result_has_a_page_and_stands_in_the_index():
     read = results.read_results()
     assert read

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedveil.records.provenance import git_commit
+from fedveil_bench.provenance import measured_commit
 
 _DIGITS = 14  # hexadecimal digits of a name's lock position: a file offset has 63 bits
 
@@ -27,7 +27,7 @@ def measure_row(pieces: Path | None, name: str, measure: Callable[[], dict[str, 
     for found in read_pieces(pieces):
         if found["name"] == name:
             return found
-    made = {"name": name, "commit": git_commit(), **measure()}
+    made = {"name": name, "commit": measured_commit(), **measure()}
     append_piece(pieces, made)
     return made
 

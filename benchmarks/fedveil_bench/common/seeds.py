@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.errors import ConfigError, FedVeilError
-from fedveil.records.provenance import git_commit
 from fedveil_bench.common import resumable_rows
+from fedveil_bench.provenance import measured_commit
 from fedveil_bench.runner import BenchOptions
 
 OfSeed = Callable[[dict[str, Any], int, BenchOptions], Any]
@@ -80,7 +80,7 @@ def run_seeds(module: str, settings: dict[str, Any], options: BenchOptions, in_p
 
 def _file(beside: Path | None) -> Path | None:
     """Return the seeds file next to a pieces file, and create its folder; None if the commit is unknown."""
-    if beside is None or not git_commit() or git_commit().endswith("+"):
+    if beside is None or not measured_commit() or measured_commit().endswith("+"):
         return None
     beside.parent.mkdir(parents=True, exist_ok=True)
     return beside.with_name(beside.name.replace(".pieces.", ".seeds.pieces."))
@@ -88,7 +88,7 @@ def _file(beside: Path | None) -> Path | None:
 
 def _digest(module: str, settings: dict[str, Any], options: BenchOptions) -> str:
     """Return the digest of everything that a seed's result depends on, except its number."""
-    asked = [git_commit(), module, settings, options.form, options.device]
+    asked = [measured_commit(), module, settings, options.form, options.device]
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 

@@ -41,6 +41,8 @@ ALPHA = 0.04  # for all verdicts in a table together: leaves room below 5% for n
 HOLDS, FAILS, OPEN = "holds here", "does not hold here", "not decided"
 HELD, NOT_HELD = "held", "NOT HELD"
 CHANCE = 0.5  # for an AUROC
+# What the intervals of a table cover. With one test set, another one could give another difference.
+ROWS_AND_SEEDS, SEEDS, ONE_TEST_SET = "rows and seeds", "seeds", "seeds, one test set"
 CONTROL_MARGIN = 0.05  # default for an AUROC: a tenth of the distance from chance to certainty
 Must = Literal["won", "lost", "not won"]
 _CLAIMS = ("lower", "higher", "equal", "not lower", "not higher")
@@ -173,16 +175,20 @@ def all_of(
     return ClaimSentence(word, max(each.p if each.word == side else 1.0 for each in found), otherwise)
 
 
-def list_verdicts(found: Sequence[tuple[str, ClaimSentence]], seeds: int) -> list[str]:
-    """Return one sentence per text, ending in its verdict, and a sentence about the correction."""
+def list_verdicts(found: Sequence[tuple[str, ClaimSentence]], seeds: int, over: str = ROWS_AND_SEEDS) -> list[str]:
+    """Return one sentence per text, ending in its verdict, and a sentence about the correction.
+
+    Args:
+        over: what the intervals cover, in words.
+    """
     said = [each for _, each in found]
     told_ = [f"{text}: {word}." for (text, _), word in zip(found, decide_words(said), strict=True)]
-    return [*told_, describe_correction(f"{len(said)} comparisons", seeds)] if found else []
+    return [*told_, describe_correction(f"{len(said)} comparisons", seeds, over)] if found else []
 
 
-def describe_correction(comparisons: str, seeds: int) -> str:
+def describe_correction(comparisons: str, seeds: int, over: str = ROWS_AND_SEEDS) -> str:
     """Return the sentence below a table that explains how its verdicts were reached."""
-    text = f"Intervals are of 95 % each, over rows and seeds; verdicts are corrected for {comparisons} (Holm)"
+    text = f"Intervals are of 95 % each, over {over}; verdicts are corrected for {comparisons} (Holm)"
     few = f"; {seeds} {'seed is' if seeds == 1 else 'seeds are'} too few to decide"
     return f"{text}{few if 0 < seeds < resampling.SEEDS_TO_DECIDE else ''}."
 

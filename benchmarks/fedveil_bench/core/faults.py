@@ -33,12 +33,12 @@ from typing import Any
 from fedveil import resources
 from fedveil.errors import ConfigError, FedVeilError
 from fedveil.records import audit_log
-from fedveil.records.provenance import git_commit
 from fedveil.testing.messages import header_of_slices
 from fedveil.wire.capture import MessageCapture
 from fedveil_bench.common import resumable_rows
 from fedveil_bench.common.pictures import write_colored_pictures
 from fedveil_bench.core.killer import PROGRAMS, ROUNDS, SITES, VICTIMS, KillPoint, ProcessKiller, draw_kill_point
+from fedveil_bench.provenance import measured_commit
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _SECONDS = 300.0
@@ -70,14 +70,14 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
                         continue
                     most -= 1
                     point = draw_kill_point(number, cases)
-                    found[number] = {**asdict(point), **bench.tried(point), "commit": git_commit()}
+                    found[number] = {**asdict(point), **bench.tried(point), "commit": measured_commit()}
                     options.say(json.dumps(found[number]))
                     resumable_rows.append_piece(options.pieces, found[number])
     return _outcome([found[number] for number in sorted(found)])
 
 
 def _kept(file: Path | None) -> dict[int, dict[str, Any]]:
-    now = git_commit()
+    now = measured_commit()
     counts = (point for point in resumable_rows.read_pieces(file) if point["end"] == "equal" or point["commit"] == now)
     return {point["number"]: point for point in counts}
 

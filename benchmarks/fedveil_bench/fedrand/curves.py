@@ -156,7 +156,7 @@ def compare_costs(
             said.append(f"Bytes to {what}: {name}: {_in_words(of_seeds, of_rows[name])}.")
             if name != row and None not in of_seeds:
                 compared += _compared(f"to {what}", name, of_seeds, row, spent[row])
-    return [*said, *verdicts.list_verdicts(compared, seeds)]
+    return [*said, *verdicts.list_verdicts(compared, seeds, verdicts.SEEDS)]
 
 
 @dataclass(frozen=True)

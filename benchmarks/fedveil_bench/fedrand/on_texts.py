@@ -16,7 +16,8 @@ A method may have its own run config keys (`config`), such as more rounds if it 
 
 The runner splits work by row and seed into pieces. Pieces already in the pieces file are not repeated. A seed is
 included in the table once all its rows are finished. Every figure has each seed's value (`resampling`). A preset's
-claims are judged by these values and corrected for multiple testing.
+claims are judged by these values and corrected for multiple testing. All seeds score the same test sources: intervals
+of losses cover these sources as well (`source_losses`), intervals of the other scores cover only the seeds.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from fedveil.attacks.statistics import confidence_intervals
 from fedveil_bench.common import data, resampling, resumable_rows, seeds, texts
 from fedveil_bench.common import verdicts as common
 from fedveil_bench.common.resampling import ResampledMetric
-from fedveil_bench.fedrand import curves
+from fedveil_bench.fedrand import curves, source_losses
+from fedveil_bench.fedrand.source_losses import SourceLosses
 from fedveil_bench.fedrand.text_federation import RATE_KEY, VALIDATION, TextFederationRun, TextFederationSeed
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
@@ -88,9 +90,11 @@ def build_outcome(done: Sequence[Mapping[str, TextFederationRun]], settings: Set
     if not whole:
         return BenchOutcome([], said)
     runs = {name: [of_seed[name] for of_seed in whole] for name in names}
-    figures = {name: figures_of([r.scores for r in measured]) for name, measured in runs.items()}
-    rows = [_row(name, measured, figures[name]) for name, measured in runs.items()]
-    claims = common.list_verdicts(common.judge_claims(figures, common.claims_of(settings)), len(whole))
+    losses = {name: losses_of(measured) for name, measured in runs.items()}
+    figures = {name: figures_of([r.scores for r in measured], losses[name]) for name, measured in runs.items()}
+    rows = [_row(name, measured, figures[name], losses[name]) for name, measured in runs.items()]
+    asked = common.claims_of(settings)
+    claims = common.list_verdicts(common.judge_claims(figures, asked), len(whole), _covered(asked, losses))
     followed = {name: [_curve(r) for r in measured] for name, measured in runs.items()}
     costs = curves.compare_costs(followed, settings.get("curve_targets", []))
     return BenchOutcome(rows, [*_verdicts(runs, settings), *claims, *costs, *said], [f"this run: {len(whole)} seeds"])
@@ -102,10 +106,39 @@ def list_requirements(settings: Settings) -> list[data.DataRequirement]:
     return [texts.require_splits(settings["data"], *splits, by_task=True), *data.list_base_requirements(settings)]
 
 
-def figures_of(scores: Sequence[Mapping[str, float]]) -> dict[str, ResampledMetric]:
-    """Return a figure with each seed's value, for every score that all seeds have. Test rows are taken as fixed."""
+def figures_of(
+    scores: Sequence[Mapping[str, float]], losses: Mapping[str, Sequence[SourceLosses]] | None = None
+) -> dict[str, ResampledMetric]:
+    """Return a figure with each seed's value, for every score that all seeds have.
+
+    Test sources are resampled for the scores in `losses`, and taken as fixed for the others.
+    """
     shared = [name for name in scores[0] if all(name in each for each in scores)]
-    return {name: resampling.over_seeds([resampling.from_constant(each[name]) for each in scores]) for name in shared}
+    values = {name: [each[name] for each in scores] for name in shared}
+    return {
+        name: source_losses.resample_losses(of_seeds, losses[name])
+        if losses and name in losses
+        else resampling.over_seeds([resampling.from_constant(value) for value in of_seeds])
+        for name, of_seeds in values.items()
+    }
+
+
+def losses_of(runs: Sequence[TextFederationRun]) -> dict[str, list[SourceLosses]]:
+    """Return each seed's losses by source, for the scores for which all seeds have them."""
+    shared = [name for name in runs[0].source_losses if all(name in run.source_losses for run in runs)]
+    return {name: [SourceLosses.from_json(run.source_losses[name]) for run in runs] for name in shared}
+
+
+def _covered(claims: Sequence[Mapping[str, Any]], losses: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return, in words, what the intervals of the claims cover."""
+    covers = {
+        claim["metric"]: all(claim["metric"] in losses[row] for row in (claim["row"], claim["than"]) if row in losses)
+        for claim in claims
+    }
+    if not any(covers.values()):
+        return common.ONE_TEST_SET
+    fixed = [metric for metric, is_covered in covers.items() if not is_covered]
+    return common.ROWS_AND_SEEDS + (f", but of {', '.join(fixed)} over {common.ONE_TEST_SET}" if fixed else "")
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[str, Any]:
@@ -154,7 +187,12 @@ def _curve(done: TextFederationRun) -> list[curves.CurvePoint]:
     return [curves.CurvePoint.from_json(point) for point in done.curve]
 
 
-def _row(name: str, done: list[TextFederationRun], figures: Mapping[str, ResampledMetric]) -> dict[str, Any]:
+def _row(
+    name: str,
+    done: list[TextFederationRun],
+    figures: Mapping[str, ResampledMetric],
+    losses: Mapping[str, Sequence[SourceLosses]],
+) -> dict[str, Any]:
     shown = {
         "name": name,
         "metrics": {metric: resampling.compute_interval(figure) for metric, figure in figures.items()},
@@ -163,6 +201,8 @@ def _row(name: str, done: list[TextFederationRun], figures: Mapping[str, Resampl
         "rounds": done[0].rounds,
         "seconds": round(sum(r.seconds for r in done) / len(done), 1),
     }
+    if losses:
+        shown["source_losses"] = {metric: source_losses.in_result(of_seeds) for metric, of_seeds in losses.items()}
     return shown | {"curve": curves.in_result([_curve(r) for r in done])} if done[0].curve else shown
 
 

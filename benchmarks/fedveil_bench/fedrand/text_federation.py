@@ -22,7 +22,7 @@ from fedveil.testing.tensor_ops import aggregation_gap
 from fedveil_bench.common import resampling, texts
 from fedveil_bench.common.federations import create_federation
 from fedveil_bench.common.resampling import ResampledMetric
-from fedveil_bench.fedrand import curves
+from fedveil_bench.fedrand import curves, source_losses
 from fedveil_bench.runner import BenchOptions
 
 VALIDATION = "validation_loss"
@@ -41,6 +41,7 @@ class TextFederationRun:
         rounds: number of rounds.
         commit: the measured commit.
         curve: the method's curve, if requested: the points of `curves`, as JSON.
+        source_losses: for "loss" and "client_loss" of `scores`, the model's `SourceLosses`, as JSON.
     """
 
     scores: Mapping[str, float]
@@ -50,6 +51,7 @@ class TextFederationRun:
     rounds: int = 0
     commit: str = ""
     curve: list[Any] = field(default_factory=list)
+    source_losses: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 class TextFederationSeed:
@@ -70,14 +72,18 @@ class TextFederationSeed:
     def before(self) -> TextFederationRun:
         """Score the model before any round."""
         task = self._task(parse(self._flat | {"method.name": "fedavg"}))
-        return TextFederationRun(task.evaluate(self._initial(task), self._test, generate=True), 0, 0, 0.0)
+        scores = task.evaluate(self._initial(task), self._test, generate=True)
+        losses = self._source_losses(task, {"loss": self._initial(task)}, scores)
+        return TextFederationRun(scores, 0, 0, 0.0, source_losses=losses)
 
     def alone(self) -> TextFederationRun:
         """Run the median-size client, which trains in every round on its own rows and shares nothing."""
         config = parse(self._flat | {"method.name": "fedavg", "cohort.fraction": 1.0})
         task = self._task(config)
         done, seconds, _ = self._federated(config, task, [self._median])
-        return _run(done, task.evaluate(done.models()["server"], self._test, generate=True), seconds)
+        model = done.models()["server"]
+        scores = task.evaluate(model, self._test, generate=True)
+        return replace(_run(done, scores, seconds), source_losses=self._source_losses(task, {"loss": model}, scores))
 
     def trial(self, label: str, rate: float) -> TextFederationRun:
         """Run a method with a learning rate, scored only on validation rows."""
@@ -101,9 +107,28 @@ class TextFederationSeed:
         pairs = {site: tensors for site, tensors in kept.items() if set(tensors) == set(task.spec)}
         if pairs:
             scores["aggregation_gap"] = aggregation_gap(list(pairs.values()), [len(self._rows[s]) for s in pairs])
-        scores |= self._of_clients(task, self._own(done))
+        own = self._own(done)
+        scores |= self._of_clients(task, own)
+        models = {"loss": done.models()["server"]} | ({"client_loss": own[m]} if (m := self._median) in own else {})
+        losses = self._source_losses(task, models, scores)
         self._options.say(f"seed {self._number}: {label}: {_brief(scores)} in {seconds:.0f} s")
-        return replace(_run(done, scores, seconds), curve=[point.to_json() for point in curve])
+        return replace(_run(done, scores, seconds), curve=[point.to_json() for point in curve], source_losses=losses)
+
+    def _source_losses(
+        self, task: Task, models: Mapping[str, Weights], scores: Mapping[str, float]
+    ) -> dict[str, dict[str, str]]:
+        """Return the models' losses by test source, by the name of the score that is their mean."""
+        found = {}
+        for name, weights in models.items():
+            losses = source_losses.measure_losses(task, weights, self._test, parse(self._flat).task.source_column)
+            if losses.agrees_with(scores[name]):
+                found[name] = losses.to_json()
+            else:  # a task may cut rows otherwise when it scores them
+                self._options.say(
+                    f"seed {self._number}: {name}: the loss by source is {losses.mean:.4f}, the score is "
+                    f"{scores[name]:.4f}; its interval will not cover the test rows"
+                )
+        return found
 
     def _of_clients(self, task: Task, own: Mapping[str, Weights]) -> dict[str, float]:
         """Return scores of the clients' models: the median client's on all test rows, and the mean over all clients."""
@@ -169,7 +194,8 @@ class TextFederationSeed:
 
     @cached_property
     def _test(self) -> Examples:
-        return self._part("test", None)
+        """Return the rows of the first evaluate.eval-examples sources: the same in every seed."""
+        return self._part("test", parse(self._flat).evaluate.eval_examples)
 
     @cached_property
     def _clients_test(self) -> Examples:

@@ -23,5 +23,7 @@ def build_outcome(answers: Answers, settings: Mapping[str, Any], said: Sequence[
     rows = [
         {"name": n, "metrics": {m: resampling.compute_interval(f) for m, f in of.items()}} for n, of in figures.items()
     ]
-    claims = common.list_verdicts(common.judge_claims(figures, common.claims_of(settings), "+.2f"), len(answers))
+    claims = common.list_verdicts(
+        common.judge_claims(figures, common.claims_of(settings), "+.2f"), len(answers), common.SEEDS
+    )
     return BenchOutcome(rows, [*said, *claims], [f"this run: {len(answers)} seeds"])

@@ -136,7 +136,7 @@ def build_outcome(done: Mapping[str, Sequence[PeerRun]], settings: Mapping[str, 
         said.append((text, verdicts.judge_sign(less, "FedVeil is ahead", f"{peer} is ahead")))
     sees = [f"The server sees of a site: {label}: {_uploads(runs)}." for label, runs in done.items() if label != BEFORE]
     return BenchOutcome(
-        rows, [*verdicts.list_verdicts(said, len(done[FLOWER])), *sees, *([f"{note}."] if note else [])]
+        rows, [*verdicts.list_verdicts(said, len(done[FLOWER]), verdicts.SEEDS), *sees, *([f"{note}."] if note else [])]
     )
 
 

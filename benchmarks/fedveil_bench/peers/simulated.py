@@ -165,7 +165,7 @@ def build_outcome(
         for name, of in figures.items()
     ]
     claims = [claim for claim in settings["claims"] if {claim["row"], claim["than"]} <= done.keys()]
-    said = verdicts.list_verdicts(verdicts.judge_claims(figures, claims, "+.3f"), len(done[OURS]))
+    said = verdicts.list_verdicts(verdicts.judge_claims(figures, claims, "+.3f"), len(done[OURS]), verdicts.SEEDS)
     config = settings["config"]
     what = (
         f"this run: {settings['sites']} sites of {settings['rows_a_site']} rows, all in each of {settings['rounds']} "

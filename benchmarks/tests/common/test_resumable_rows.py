@@ -6,8 +6,8 @@ import subprocess
 import sys
 from functools import partial
 
-from fedveil.records.provenance import git_commit
 from fedveil_bench.common import resumable_rows
+from fedveil_bench.provenance import measured_commit
 
 OTHER = (
     "from fedveil_bench.common import resumable_rows; from pathlib import Path; import sys; file = Path(sys.argv[1])\n"
@@ -28,7 +28,7 @@ def test_a_case_is_measured_once_and_keeps_its_commit(tmp_path):
         return {"value": value}
 
     first = resumable_rows.measure_row(file, "a", lambda: measure(1))
-    assert first == {"name": "a", "commit": git_commit(), "value": 1}
+    assert first == {"name": "a", "commit": measured_commit(), "value": 1}
     assert resumable_rows.measure_row(file, "b", lambda: measure(2))["value"] == 2
     assert resumable_rows.measure_row(file, "a", lambda: measure(3)) == first
     assert asked == [1, 2]

@@ -108,7 +108,7 @@ class Measured(list):
 def measured(monkeypatch):
     found = Measured()
     monkeypatch.setattr(seeds, "_one", found.one)
-    monkeypatch.setattr(seeds, "git_commit", lambda: "0123456789ab")
+    monkeypatch.setattr(seeds, "measured_commit", lambda: "0123456789ab")
     return found
 
 
@@ -139,7 +139,7 @@ def test_an_answer_to_another_question_is_not_taken(measured, tmp_path, monkeypa
     measured.failing = frozenset()
     settings = {"seeds": 3, "rate": 2.0 if other == "settings" else 1.0}
     if other == "commit":
-        monkeypatch.setattr(seeds, "git_commit", lambda: "ba9876543210")
+        monkeypatch.setattr(seeds, "measured_commit", lambda: "ba9876543210")
     changed = {"form": "quick"} if other == "form" else {"device": "cpu"} if other == "device" else {}
     module = "b.module" if other == "module" else "a.module"
     seeds.run_seeds(module, settings, replace(options, **changed))
@@ -148,7 +148,7 @@ def test_an_answer_to_another_question_is_not_taken(measured, tmp_path, monkeypa
 
 @pytest.mark.parametrize("commit", ["0123456789ab+", ""])
 def test_nothing_is_kept_where_no_commit_says_what_ran(measured, tmp_path, monkeypatch, commit):
-    monkeypatch.setattr(seeds, "git_commit", lambda: commit)
+    monkeypatch.setattr(seeds, "measured_commit", lambda: commit)
     assert not cut_off(BenchOptions(pieces=tmp_path / "x_y.pieces.jsonl")).exists()
 
 
@@ -188,7 +188,7 @@ def test_seeds_are_counted_from_the_first_that_the_settings_name(measured):
 def test_a_module_in_pieces_gets_their_file_and_what_is_left_of_the_minutes(monkeypatch, tmp_path):
     given = []
     monkeypatch.setattr(seeds, "_one", lambda module, settings, seed, options, started: given.append(options))
-    monkeypatch.setattr(seeds, "git_commit", lambda: "0123456789ab")
+    monkeypatch.setattr(seeds, "measured_commit", lambda: "0123456789ab")
     options = BenchOptions(pieces=tmp_path / "x.pieces.jsonl", minutes=5.0)
     seeds.run_seeds("a.module", {"seeds": 1}, options)
     seeds.run_seeds("a.module", {"seeds": 1}, options, in_pieces=True)

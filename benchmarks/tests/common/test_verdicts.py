@@ -72,6 +72,8 @@ def test_how_words_were_found():
     assert last.endswith("verdicts are corrected for 2 comparisons (Holm).")
     assert verdicts.list_verdicts(said, 1)[-1].endswith("(Holm); 1 seed is too few to decide.")
     assert verdicts.list_verdicts(said, 2)[-1].endswith("(Holm); 2 seeds are too few to decide.")
+    assert "over rows and seeds;" in last
+    assert "over seeds, one test set;" in verdicts.list_verdicts(said, 5, verdicts.ONE_TEST_SET)[-1]
     assert verdicts.list_verdicts([], 3) == []
 
 

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from fedveil.records.provenance import git_commit
 from fedveil_bench.core import faults, killer
 from fedveil_bench.core.faults import _Bench, _compared, _kept, _outcome
 from fedveil_bench.core.killer import SITES, VICTIMS, KillPoint, ProcessKiller, draw_kill_point
+from fedveil_bench.provenance import measured_commit
 
 CASES = ["dp", "fedrand"]
 WHOLE = {
@@ -136,8 +136,8 @@ def test_pieces_add_up_and_those_that_differed_at_another_commit_are_run_again(t
     line = '{"number": %d, "case": "dp", "victim": "site", "end": "%s", "killed": true, "resumed": 0, "commit": "%s"}\n'
     file = tmp_path / "x.pieces.jsonl"
     file.write_text(
-        line % (0, "equal", git_commit())
-        + line % (1, "different weights", git_commit())
+        line % (0, "equal", measured_commit())
+        + line % (1, "different weights", measured_commit())
         + line % (2, "equal", "0")
         + line % (3, "different weights", "0")
     )
@@ -146,7 +146,7 @@ def test_pieces_add_up_and_those_that_differed_at_another_commit_are_run_again(t
     outcome = _outcome(list(found.values()))
     assert outcome.verdicts == [
         "2 of 3 points ended as the undisturbed run does; in 3 a process was killed.",
-        f"By commit: 2 of {git_commit()}, 1 of 0.",
+        f"By commit: 2 of {measured_commit()}, 1 of 0.",
         "point 1 (dp, site): different weights",
     ]
     assert outcome.rows[0]["metrics"]["different"]["mean"] == 1

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from benchmarks.check import result_file
 from fedveil.errors import ConfigError
 from fedveil_bench.common import resampling
-from fedveil_bench.fedrand import curves, on_texts
+from fedveil_bench.fedrand import curves, on_texts, source_losses
+from fedveil_bench.fedrand.source_losses import SourceLosses
 from fedveil_bench.fedrand.text_federation import TextFederationRun
 from fedveil_bench.runner import BenchOptions
 
@@ -54,6 +59,65 @@ def test_two_seeds_decide_no_claim():
     said = outcome([of_seed(1.5), of_seed(1.6)], claims=[CLAIM]).verdicts
     assert any("not decided." in each for each in said)
     assert any("2 seeds are too few to decide" in each for each in said)
+
+
+def with_losses(run: TextFederationRun, shift: float) -> TextFederationRun:
+    """Ten sources whose losses differ much, of which the run is better or worse by `shift` on all alike."""
+    tokens = np.arange(10.0, 20.0)
+    nats = tokens * (run.scores["loss"] + np.linspace(-1, 1, 10) + shift)
+    losses = SourceLosses(nats, tokens)
+    scores = {**run.scores, "loss": losses.mean}
+    return replace(run, scores=scores, source_losses={"loss": losses.to_json()})
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        (("loss",), "over rows and seeds;"),
+        (("loss", "bleu"), "over rows and seeds, but of bleu over seeds, one test set;"),
+        (("bleu",), "over seeds, one test set;"),
+    ],
+)
+def test_intervals_of_losses_cover_the_test_sources_which_are_paired_and_kept(metrics, said):
+    done = []
+    for loss in (1.5, 1.6, 1.7, 1.55):
+        each = {
+            name: replace(run, scores={**run.scores, "bleu": 40 + loss}) for name, run in of_seed(loss, 0.1).items()
+        }
+        done.append({name: with_losses(run, 0.0) for name, run in each.items()})
+    margin = {"loss": 0.2, "bleu": 3.0}
+    found = outcome(done, claims=[CLAIM | {"metric": metric, "margin": margin[metric]} for metric in metrics])
+    assert f"95 % each, {said}" in next(text for text in found.verdicts if "corrected for" in text)
+    by_name = {row["name"]: row for row in found.rows}
+    metric = by_name["FedAvg"]["metrics"]["loss"]
+    over_seeds = resampling.compute_interval(on_texts.figures_of([r["FedAvg"].scores for r in done])["loss"])
+    assert metric["mean"] == pytest.approx(over_seeds["mean"])
+    assert metric["high"] - metric["low"] > 1.5 * (over_seeds["high"] - over_seeds["low"])
+    # All sources change alike, so that the paired difference has no noise of rows.
+    if "loss" in metrics:
+        text = next(text for text in found.verdicts if text.startswith("loss of FedRand less that of FedAvg"))
+        assert "+0.100 [+0.100, +0.100]" in text
+    kept = by_name["FedRand"]["source_losses"]["loss"]
+    assert len(kept["nats"]) == 4
+    result = {"rows": found.rows, "verdicts": [text for text in found.verdicts if not text.startswith("Rows: ")]}
+    check = result_file.check_result("texts", json.loads(json.dumps(result)), Path())
+    assert check.mismatches == []
+    by_name["FedRand"]["source_losses"]["loss"]["nats"][0] = kept["nats"][1]
+    assert result_file.check_result("texts", result, Path()).mismatches != []
+
+
+def test_seeds_with_other_sources_are_refused():
+    one = SourceLosses(np.array([1.0, 2.0]), np.array([1.0, 1.0]))
+    with pytest.raises(ValueError, match="the same sources"):
+        source_losses.resample_losses([1.5, 1.5], [one, SourceLosses(one.nats, np.array([1.0, 2.0]))])
+
+
+def test_rows_of_which_a_run_keeps_no_losses_are_over_seeds():
+    done = [of_seed(loss) for loss in (1.5, 1.6, 1.7)]
+    done[0]["FedAvg"] = with_losses(done[0]["FedAvg"], 0.0)
+    assert "source_losses" not in outcome(done).rows[2]
+    said = outcome(done, claims=[CLAIM]).verdicts
+    assert any("over seeds, one test set;" in text for text in said)
 
 
 def with_curve(done: TextFederationRun, first: float, per_round: int) -> TextFederationRun:

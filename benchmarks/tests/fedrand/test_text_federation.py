@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import json
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.tests.text_folder import settings
 from fedveil_bench.common import texts
 from fedveil_bench.fedrand import curves
+from fedveil_bench.fedrand.source_losses import SourceLosses
 from fedveil_bench.fedrand.text_federation import TextFederationSeed
 from fedveil_bench.runner import BenchOptions
 
@@ -60,6 +62,32 @@ def test_clients_with_a_model_are_all_scored_on_the_rows_for_them(seed):
     assert scores["clients_loss"] != pytest.approx(scores["client_loss"])
     assert len(seed._clients_test) == 2 < len(seed._test)
     assert "clients_loss" not in seed.method("FedAvg", 3e-3).scores
+
+
+def test_losses_by_source_have_the_scores_as_their_means_and_are_of_the_same_sources(seed):
+    runs = [seed.before(), seed.alone(), seed.method("FedPer", 3e-3)]
+    for run in runs:
+        for name, found in run.source_losses.items():
+            losses = SourceLosses.from_json(found)
+            assert losses.mean == pytest.approx(run.scores[name], rel=1e-5)
+            assert len(losses.nats) == len({row.values["mr"] for row in seed._test})
+    assert [set(run.source_losses) for run in runs] == [{"loss"}, {"loss"}, {"loss", "client_loss"}]
+
+
+def test_every_seed_scores_the_first_sources(folder):
+    asked = settings(METHODS) | {"data": "e2e_nlg"}
+    asked["config"] = asked["config"] | {"evaluate.eval-examples": 2}
+    seeds = [TextFederationSeed(asked, number, BenchOptions(device="cpu")) for number in (0, 1)]
+    sources = [[row.values["mr"] for row in seed._test] for seed in seeds]
+    assert sources[0] == sources[1] == [row["mr"] for row in texts.load_rows("e2e_nlg", "test")][:2]
+
+
+def test_losses_that_are_not_those_of_the_score_are_left_out_and_said(seed, monkeypatch):
+    lines = []
+    monkeypatch.setattr(seed, "_options", replace(seed._options, say=lines.append))
+    monkeypatch.setattr(SourceLosses, "agrees_with", lambda self, loss: False)
+    assert seed.before().source_losses == {}
+    assert "its interval will not cover the test rows" in lines[-1]
 
 
 def test_a_trial_sees_validation_rows_alone_and_of_clients_with_models_all(seed, monkeypatch):
