@@ -1,4 +1,4 @@
-"""`fedveil site`: makes a site's keys, runs and shows it, encrypts or purges data.
+"""`fedveil site`: makes keys; starts, shows, encrypts, backs up or purges a site.
 
 A site runs Flower's SuperNode and a warm worker process for training.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedveil.client_app.node_config import SiteConfig, parse_site
+from fedveil.console.backup import site_actions
 from fedveil.console.flower.instruction_key_files import keys_fingerprint
 from fedveil.console.flower.site_process import start_spare, write_programs
 from fedveil.console.launch import site as site_start
@@ -102,6 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     seal, purge = _keeping(actions)
     ledgers = ledger_actions.add_actions(actions, _in_own_folder)
     persons = unit_actions.add_actions(actions, _in_own_folder)
+    backups = site_actions.add_actions(actions, _in_own_folder)
     dashboard = actions.add_parser(
         "dashboard", help="show uploads, refusals, ledger and worker in a browser on this machine"
     )
@@ -117,14 +119,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dashboard.add_argument("--port", type=int, default=8051, metavar="N", help="default: 8051; 0 = any free port")
     dashboard.add_argument("--host", default="127.0.0.1", help="only 127.0.0.1 is allowed")
     dashboard.set_defaults(run=_in_own_folder(_dashboard))
-    for action in (status, seal, purge, dashboard, *ledgers, *persons):
+    for action in (status, seal, purge, dashboard, *ledgers, *persons, *backups):
         action.add_argument(
             "--kit",
             type=Path,
             metavar="FOLDER",
             help="the unpacked start-up kit, which tells where the state folder is",
         )
-    for action in (status, warm, seal, purge, dashboard, *ledgers, *persons):
+    for action in (status, warm, seal, purge, dashboard, *ledgers, *persons, *backups):
         action.add_argument(
             "--state-dir", type=Path, help=f"the site's state folder; default: {SiteConfig().state_dir}"
         )
