@@ -1,4 +1,4 @@
-"""`fedveil server backup` and `fedveil server restore`: a federation's folder as one file, and back."""
+"""`fedveil server backup`, `restore` and `purge`: a federation's folder as one file, and back; old runs removed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from pathlib import Path
 
 from fedveil.console.backup.disk_errors import report_disk_errors
 from fedveil.console.backup.server_backup import FederationPlaces, back_up_server, restore_server
+from fedveil.console.backup.server_purge import offer_server_purge
 from fedveil.console.provisioning.federation_folder import SiteRegistry, registry_folder
 from fedveil.console.provisioning.operator_registry import OperatorRegistry
+from fedveil.console.terminal import ask_to_delete
 from fedveil.sanitize import sanitize
 
 __all__ = ["add_actions"]
 
 
 def add_actions(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `backup` and `restore`."""
+    """Add `backup`, `restore` and `purge`."""
     backup = actions.add_parser(
         "backup", help="write registry, certificates, keys, logs and database to one file, also while the server runs"
     )
@@ -30,7 +32,20 @@ def add_actions(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     restore.add_argument("file", type=Path, metavar="FILE", help="a file of fedveil server backup")
     restore.add_argument("folder", type=Path, metavar="FOLDER", help="a new or empty folder for the federation")
     restore.set_defaults(run=_restore)
-    _add_places(backup)
+    purge = actions.add_parser(
+        "purge", help="delete checkpoints and captured messages of old runs; models, cards, metrics and logs are kept"
+    )
+    purge.add_argument(
+        "--older-than", type=float, metavar="DAYS", help="select runs that have not changed for this many days"
+    )
+    purge.add_argument(
+        "--run", dest="runs", action="append", default=[], metavar="NAME", help="select this run; repeatable"
+    )
+    purge.add_argument("--dry-run", action="store_true", help="only list what would be deleted")
+    purge.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+    purge.set_defaults(run=_purge)
+    for action in (backup, purge):
+        _add_places(action)
 
 
 def _add_places(action: argparse.ArgumentParser) -> None:
@@ -71,3 +86,10 @@ def _restore(args: argparse.Namespace) -> int:
     )
     print(f"next: fedveil server start {args.folder}; resume runs with fedveil submit --config RUN/resume.toml")
     return 0
+
+
+def _purge(args: argparse.Namespace) -> int:
+    places = FederationPlaces.resolve(args.folder, args.state_dir, args.runs_dir)
+    agreed = None if args.dry_run else lambda: args.yes or ask_to_delete()
+    with report_disk_errors(places.runs):
+        return offer_server_purge(places, args.runs, args.older_than, agreed)

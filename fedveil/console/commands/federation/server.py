@@ -1,4 +1,4 @@
-"""`fedveil server`: starts a federation's server, renames it, or backs it up.
+"""`fedveil server`: starts, renames, backs up or purges a server.
 
 A server is Flower's SuperLink, behind FedVeil's checks, plus the SuperExec that runs apps. Ports, certificates
 and members come from the folder made by fedveil provision. With containers, use the folder's compose file instead.

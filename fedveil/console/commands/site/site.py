@@ -25,7 +25,7 @@ from fedveil.console.runs.retained_state import list_retained, offer_purge, purg
 from fedveil.console.runs.secagg_summary import secagg_of_site
 from fedveil.console.runs.site_permissions import read_permissions
 from fedveil.console.runs.workers import describe_worker, follow_worker, last_failures, list_workers
-from fedveil.console.terminal import make_console
+from fedveil.console.terminal import ask_to_delete, make_console
 from fedveil.encrypted_files import FileSeal, make_key
 from fedveil.errors import ConfigError
 from fedveil.federation.message_signatures.key_files import INSTRUCTION_KEYS, InstructionKeys
@@ -296,14 +296,7 @@ def _dashboard(args: argparse.Namespace) -> int:
 
 
 def _purge(args: argparse.Namespace) -> int:
-    return offer_purge(args.state_dir, args.runs, args.older_than, lambda: args.yes or _agreed())
-
-
-def _agreed() -> bool:
-    try:
-        return input("delete them? [y/N] ").strip().lower() in ("y", "yes")
-    except EOFError:
-        return False
+    return offer_purge(args.state_dir, args.runs, args.older_than, lambda: args.yes or ask_to_delete())
 
 
 def _status(args: argparse.Namespace) -> int:
