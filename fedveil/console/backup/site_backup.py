@@ -328,8 +328,6 @@ def _require_places(state: Path, written: Iterable[str]) -> None:
         for path in (state / folder for folder in list(Path(name).parents)[:-1]):
             if path.exists() and not path.is_dir():
                 raise StateError(f"{path}: expected a folder, found a file; nothing was restored: move it away")
-        if (state / name).is_dir():
-            raise StateError(f"{state / name}: expected a file, found a folder; nothing was restored: move it away")
 
 
 def _place(state: Path, staged: Path, written: Iterable[str], takes_ledger: bool) -> None:

@@ -18,6 +18,8 @@ from fedveil.client_app.state.client_state import SECURE, ClientStateStore, open
 from fedveil.client_app.state.data_sets import ID_FILE, FolderWitness
 from fedveil.client_app.state.replay_guard import ReplayGuard
 from fedveil.client_app.state.withdrawn_units import WithdrawalRecord
+from fedveil.client_app.worker.connection import WorkerRecord
+from fedveil.client_app.worker.owner import OwnerProcess
 from fedveil.console.backup import site_backup
 from fedveil.console.backup.archive import write_archive
 from fedveil.console.backup.site_backup import RestoreChecks, back_up_site, restore_site
@@ -25,6 +27,7 @@ from fedveil.console.flower.processes import ProcessGroup
 from fedveil.console.launch import site as site_start
 from fedveil.console.launch import site_lock
 from fedveil.console.main import main
+from fedveil.console.runs.workers import WorkerStatus
 from fedveil.contract.privacy import Adjacency, PrivacyBudget, Step
 from fedveil.encrypted_files import FileSeal, make_key
 from fedveil.errors import BudgetError, ConfigError, PolicyError, StateError
@@ -252,6 +255,20 @@ def test_an_older_ledger_at_the_site_is_replaced_and_another_one_is_refused(site
     assert {name: before[name] for name in after if name in before} == {n: after[n] for n in after if n in before}
 
 
+def test_two_histories_of_one_ledger_are_refused(site):
+    site.charge("a")
+    old = contents(site.state)[".ledger/ledger.json"]
+    site.charge("b")
+    site.back_up()
+    (site.state / ".ledger" / "ledger.json").write_bytes(old)
+    (site.data / ID_FILE).unlink()
+    site.charge("c")
+    before = contents(site.state)[".ledger/ledger.json"]
+    with pytest.raises(StateError, match="expected the backup's ledger or one that continues it"):
+        site.restore()
+    assert contents(site.state)[".ledger/ledger.json"] == before
+
+
 def test_the_data_folder_and_the_servers_anchor_are_witnesses(site):
     site.charge("a")
     site.back_up()
@@ -316,6 +333,27 @@ def test_it_is_refused_while_the_site_runs_and_for_links(site, tmp_path):
     with pytest.raises(StateError, match="found a link"):
         restore_site(target, site.state, RestoreChecks())
     assert not (tmp_path / "other.tar").exists()
+
+
+def test_a_worker_and_a_full_disk_and_files_in_the_way_are_named(site, tmp_path, monkeypatch):
+    target = site.back_up()
+    owner = OwnerProcess(1, 0.0)
+    worker = WorkerStatus("north", WorkerRecord("1", 77, owner, "", "", 0.0), {"state": "idle"})
+    with monkeypatch.context() as patched:
+        patched.setattr(site_backup, "list_workers", lambda state: [worker])
+        with pytest.raises(ConfigError, match="found worker 77"):
+            back_up_site(site.state, tmp_path / "other.tar")
+    free = shutil._ntuple_diskusage(10, 9, 1)  # type: ignore[attr-defined]
+    with monkeypatch.context() as patched:
+        patched.setattr(site_backup.shutil, "disk_usage", lambda path: free)
+        with pytest.raises(ConfigError, match="free bytes for the backup, found 1"):
+            restore_site(target, tmp_path / "new", RestoreChecks())
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "pilot-1").write_text("a file")
+    with pytest.raises(StateError, match="expected a folder, found a file"):
+        restore_site(target, tmp_path / "new", RestoreChecks())
+    assert contents(tmp_path / "new") == {"pilot-1": b"a file"}
 
 
 def test_a_damaged_log_is_continued_before_a_backup(site, tmp_path):
