@@ -1,7 +1,8 @@
 """A backup as one file, which is read and checked whole before anything in it is used.
 
     a tar file (GNU format, not compressed): regular files under relative names, and as its last member
-    fedveil-backup.json    {"fedveil-backup": 1, "kind": "site", "made": time, "files": {name: [bytes, SHA-256]}}
+    fedveil-backup.json    {"fedveil-backup": 1, "kind": "site", "made": time, "files": {name: [bytes, SHA-256]},
+                            "left-out": [names of files that are there, but not in the backup]}
 
 | the file ... | result |
 |---|---|
@@ -26,7 +27,7 @@ import os
 import re
 import stat
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import BufferedReader
@@ -76,7 +77,7 @@ def open_regular(path: Path) -> BufferedReader:
     return file
 
 
-def write_archive(target: Path, kind: str, files: Mapping[str, Path]) -> tuple[int, str]:
+def write_archive(target: Path, kind: str, files: Mapping[str, Path], left_out: Sequence[str] = ()) -> tuple[int, str]:
     """Write files to a new archive, readable only by this user; return its bytes and its SHA-256.
 
     After an error or a crash there is no file at `target`.
@@ -84,6 +85,7 @@ def write_archive(target: Path, kind: str, files: Mapping[str, Path]) -> tuple[i
     Args:
         kind: what is backed up, such as "site".
         files: the files by their names in the archive.
+        left_out: names for the list of files that are not in it.
 
     Raises:
         ConfigError: `target` exists, or there are too many files.
@@ -102,7 +104,7 @@ def write_archive(target: Path, kind: str, files: Mapping[str, Path]) -> tuple[i
 
     def parts() -> Iterator[bytes]:
         nonlocal size
-        for part in _archive_parts(kind, files):
+        for part in _archive_parts(kind, files, left_out):
             digest.update(part)
             size += len(part)
             yield part
@@ -111,7 +113,7 @@ def write_archive(target: Path, kind: str, files: Mapping[str, Path]) -> tuple[i
     return size, digest.hexdigest()
 
 
-def _archive_parts(kind: str, files: Mapping[str, Path]) -> Iterator[bytes]:
+def _archive_parts(kind: str, files: Mapping[str, Path], left_out: Sequence[str]) -> Iterator[bytes]:
     listed: dict[str, tuple[int, str]] = {}
     total = 0
     for name, path in sorted(files.items()):
@@ -131,7 +133,7 @@ def _archive_parts(kind: str, files: Mapping[str, Path]) -> Iterator[bytes]:
             total += len(head) + about.st_size + -about.st_size % _BLOCK
     content = {
         "fedveil-backup": _VERSION, "kind": kind, "made": datetime.now(UTC).isoformat(timespec="seconds"),
-        "files": listed,
+        "files": listed, "left-out": sorted(left_out),
     }  # fmt: skip
     data = json.dumps(content).encode()
     last = _header(MANIFEST, len(data), False) + data + bytes(-len(data) % _BLOCK) + bytes(2 * _BLOCK)
@@ -149,6 +151,7 @@ class BackupArchive:
 
     Attributes:
         files: its files by name.
+        left_out: names of files that its maker left out, not checked.
         made: when it was made, as its maker's clock had it.
         sha256: the SHA-256 of the whole archive, in hex.
     """
@@ -161,7 +164,7 @@ class BackupArchive:
         if manifest is None:
             self._refuse("a list of its files at its end", "none")
         self.files = members
-        self.made = self._require_listed(self.read(MANIFEST, manifest), kind)
+        self.made, self.left_out = self._require_listed(self.read(MANIFEST, manifest), kind)
         self.sha256 = self._digest.hexdigest()
 
     @classmethod
@@ -268,11 +271,12 @@ class BackupArchive:
         self._digest.update(data)
         return data
 
-    def _require_listed(self, data: bytes, kind: str) -> str:
-        """Compare the manifest with the members; return the time in it. Raises ConfigError."""
+    def _require_listed(self, data: bytes, kind: str) -> tuple[str, tuple[str, ...]]:
+        """Compare the manifest with the members; return the time in it, and the names left out. Raises ConfigError."""
         try:
             content: Any = json.loads(data)
             version, found, made = content["fedveil-backup"], content["kind"], content["made"]
+            left_out = tuple(str(name) for name in list(content["left-out"]))
             listed = {str(name): (size, sha256) for name, (size, sha256) in content["files"].items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self._refuse("a list of its files", f"none that can be read ({type(error).__name__})")
@@ -284,7 +288,7 @@ class BackupArchive:
         differs = sorted(name for name in {*listed, *there} if listed.get(name) != there.get(name))
         if differs:
             self._refuse("the files in its list", f"another {sanitize(differs[0], 200)}")
-        return made
+        return made, left_out
 
     def _refuse(self, expected: str, found: str) -> NoReturn:
         raise ConfigError(

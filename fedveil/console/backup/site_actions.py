@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fedveil.console.backup.disk_errors import report_disk_errors
 from fedveil.console.backup.site_backup import RestoreChecks, back_up_site, restore_site
+from fedveil.console.provisioning import kit_reader
 from fedveil.encrypted_files import FileSeal
 from fedveil.records.audit_log import LogHead
 from fedveil.sanitize import sanitize
@@ -59,7 +60,8 @@ def _back_up(args: argparse.Namespace) -> int:
 
 def _restore(args: argparse.Namespace) -> int:
     anchor = LogHead.parse(args.anchor) if args.anchor else None
-    checks = RestoreChecks(FileSeal.from_key_file(args.key_file), args.data, anchor, args.older)
+    data = args.data or _data_of_kit(args.kit)
+    checks = RestoreChecks(FileSeal.from_key_file(args.key_file), data, anchor, args.older)
     with report_disk_errors(args.state_dir):
         done = restore_site(args.file, args.state_dir, checks)
     print(f"{args.state_dir}: {len(done.written):,} files restored from the backup of {done.made}")
@@ -67,6 +69,7 @@ def _restore(args: argparse.Namespace) -> int:
     if done.kept:
         more = f" and {len(done.kept) - _SHOWN} more" if len(done.kept) > _SHOWN else ""
         print(f"kept as they are, because the backup's are not newer: {', '.join(done.kept[:_SHOWN])}{more}")
+    print(f"data folder: {f'compared with the mark in {data}' if data else 'not compared; none was given with --data'}")
     print(done.log)
     if done.is_log_unchecked:
         print(
@@ -78,3 +81,9 @@ def _restore(args: argparse.Namespace) -> int:
     if any(name.startswith(".withdrawn/") for name in done.written):
         print(f"next: withdraw again the units that were withdrawn since {done.made}")
     return 0
+
+
+def _data_of_kit(kit: Path | None) -> Path | None:
+    """Return the data folder that the kit names, if it is on this machine."""
+    data = Path(kit_reader.node_config(kit).data) if kit else None
+    return data if data and data.exists() else None

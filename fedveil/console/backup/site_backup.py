@@ -32,11 +32,11 @@ from pathlib import Path
 
 from fedveil import paths
 from fedveil.client_app.node_config import parse_site
-from fedveil.client_app.state.client_state import LEDGER, ClientStateStore, open_ledger
+from fedveil.client_app.state.client_state import LEDGER, SECURE, ClientStateStore, open_ledger
 from fedveil.client_app.state.data_sets import FolderWitness
 from fedveil.client_app.state.withdrawn_units import WithdrawalRecord
 from fedveil.console.backup.archive import BackupArchive, write_archive
-from fedveil.console.backup.site_files import STAGING, SiteFiles, is_site_file, list_site_files
+from fedveil.console.backup.site_files import STAGING, SiteFiles, is_site_file, list_site_files, run_of_secure_file
 from fedveil.console.flower.processes import ProcessGroup
 from fedveil.console.launch import site_lock
 from fedveil.console.runs.ledger_summary import ledger_files
@@ -51,6 +51,7 @@ from fedveil.records import audit_log
 from fedveil.records.atomic_files import sync_folder
 from fedveil.records.audit_log import LogHead
 from fedveil.records.log_rotation import rotate_log
+from fedveil.sanitize import sanitize
 
 __all__ = ["RestoreChecks", "RestoredSite", "back_up_site", "hold_stopped_site", "restore_site"]
 
@@ -117,7 +118,7 @@ def back_up_site(state: Path, target: Path) -> tuple[SiteFiles, int, str]:
             raise ConfigError(f"--state-dir: expected a site's state folder, found nothing to back up in {state}")
         if audit_log.NAME in found.files:
             audit_log.verify_log(found.files[audit_log.NAME])  # a damaged one is continued first: fedveil log rotate
-        size, sha256 = write_archive(target.expanduser(), KIND, found.files)
+        size, sha256 = write_archive(target.expanduser(), KIND, found.files, found.secure)
     return found, size, sha256
 
 
@@ -158,6 +159,7 @@ def restore_site(file: Path, state: Path, checks: RestoreChecks) -> RestoredSite
     state = state.expanduser()
     with BackupArchive.open(file, KIND, is_site_file) as archive:
         _require_notes(archive)
+        secure = _secure_runs(archive)
         if (free := shutil.disk_usage(_existing(state)).free) < archive.size:
             raise ConfigError(f"{state}: expected {archive.size:,} free bytes for the backup, found {free:,}")
         site_lock.state_folder(state)
@@ -171,7 +173,7 @@ def restore_site(file: Path, state: Path, checks: RestoreChecks) -> RestoredSite
                 log = _compare_logs(state, staged, checks)
                 written = [name for name in names if _is_taken(name, state, takes_ledger, log.is_taken)]
                 _require_places(state, written)
-                _place(state, staged, written, takes_ledger)
+                _place(state, staged, written, secure if takes_ledger else None)
             words = _continue_log(state, archive, written, checks, log)
     kept = tuple(sorted(set(names) - set(written)))
     return RestoredSite(archive.made, archive.sha256, tuple(written), kept, takes_ledger, words, log.is_unchecked)
@@ -192,6 +194,14 @@ def _require_notes(archive: BackupArchive) -> None:
             parse_site(tomllib.loads(archive.read(name).decode()))
         except (ConfigError, ValueError, RecursionError) as error:
             raise ConfigError(f"backup: {name}: expected a site's node config, found another file ({error})") from None
+
+
+def _secure_runs(archive: BackupArchive) -> frozenset[str]:
+    """Return the runs whose `secure.json` was left out, as RUN/SITE. Raises ConfigError."""
+    try:
+        return frozenset(map(run_of_secure_file, archive.left_out))
+    except ValueError as error:
+        raise ConfigError(f"backup: expected paths of {SECURE} in its list, found {sanitize(error, 80)}") from None
 
 
 @contextlib.contextmanager
@@ -330,14 +340,17 @@ def _require_places(state: Path, written: Iterable[str]) -> None:
                 raise StateError(f"{path}: expected a folder, found a file; nothing was restored: move it away")
 
 
-def _place(state: Path, staged: Path, written: Iterable[str], takes_ledger: bool) -> None:
-    """Move the files to their places, the ledger's mark first: a crash in between cannot leave an old ledger in use."""
+def _place(state: Path, staged: Path, written: Iterable[str], secure: frozenset[str] | None) -> None:
+    """Move the files to their places, the ledger's mark first: a crash in between cannot leave an old ledger in use.
+
+    `secure`: the runs whose `secure.json` is not in the backup; None if the site's ledger stays.
+    """
     served = [name for name in written if name.endswith("/served.json")]
     runs = [name.removesuffix("/served.json") for name in served]
-    if takes_ledger:
+    if secure is not None:
         paths.private_folder(state / LEDGER)
         open_ledger(state).mark_restored()
-        note_runs(state, runs)
+        note_runs(state, {run: run in secure for run in runs})
     else:
         close_runs(staged, runs)  # nothing asks the site to recover, so they are closed before they take their places
     order = sorted(written, key=lambda name: (name not in served, not name.startswith("."), name))

@@ -25,7 +25,7 @@ from fedveil.client_app.state.client_state import NOT_RUNS, SECURE
 from fedveil.client_app.state.data_sets import PREPARED
 from fedveil.errors import StateError
 
-__all__ = ["STAGING", "SiteFiles", "is_site_file", "list_site_files"]
+__all__ = ["STAGING", "SiteFiles", "is_site_file", "list_site_files", "run_of_secure_file"]
 
 STAGING = ".restoring"  # holds the files of a restore until all of them are there
 _WORD = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
@@ -43,6 +43,7 @@ _REASONS = {
 }
 _OF_ONE_START = re.compile(r".*\.(lock|running|superexec|part)|restored|restored-runs")
 _SHOWN = 5
+_RUN_PARTS = 3  # RUN/SITE/FILE
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,20 @@ class SiteFiles:
     Attributes:
         files: those in a backup, by their path in the state folder.
         left_out: what is left out, as sentences.
+        secure: the paths of `secure.json`, which are left out; a restore closes their runs.
     """
 
     files: dict[str, Path]
     left_out: tuple[str, ...]
+    secure: tuple[str, ...]
+
+
+def run_of_secure_file(name: str) -> str:
+    """Return RUN/SITE for the path of a run's `secure.json`. Raises ValueError for another path."""
+    run = name.removesuffix(f"/{SECURE}")
+    if run == name or not is_site_file(f"{run}/served.json"):
+        raise ValueError(name)
+    return run
 
 
 def is_site_file(name: str) -> bool:
@@ -68,12 +79,15 @@ def list_site_files(state: Path) -> SiteFiles:
     """List a state folder's files. Raises StateError for a link, or for a folder that cannot be read."""
     state = state.expanduser().resolve()
     files: dict[str, Path] = {}
-    reasons, others = Counter[str](), list[str]()
+    reasons, others, secure = Counter[str](), list[str](), list[str]()
     try:
         for path in _walk(state, reasons):
             name = path.relative_to(state).as_posix()
             if is_site_file(name):
                 files[name] = path
+            elif path.name == SECURE and len(path.relative_to(state).parts) == _RUN_PARTS:
+                reasons[_REASONS[SECURE]] += 1
+                secure.append(name)
             elif path.name in _REASONS:
                 reasons[_REASONS[path.name]] += 1
             elif not _OF_ONE_START.fullmatch(path.name):
@@ -82,7 +96,7 @@ def list_site_files(state: Path) -> SiteFiles:
         raise StateError(f"{error.filename}: expected a folder that this user can read: {error.strerror}") from error
     more = [f"and {len(others) - _SHOWN} more"] if len(others) > _SHOWN else []
     unknown = [f"not a site's: {', '.join([*others[:_SHOWN], *more])}"] if others else []
-    return SiteFiles(files, (*reasons, *unknown))
+    return SiteFiles(files, (*reasons, *unknown), tuple(secure))
 
 
 def _walk(state: Path, reasons: Counter[str]) -> Iterator[Path]:

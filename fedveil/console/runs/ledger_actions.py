@@ -102,14 +102,14 @@ def _recover(args: argparse.Namespace) -> int:
     site = site_of_folder(args.state_dir, args.policy, args.key_file)
     ledger = open_ledger(args.state_dir, FileSeal.from_key_file(site.key_file))
     own, witness = policies.load_policy(site).budget, _witness(args.data, site.data_set)
-    was_restored, closed = ledger.is_restored, 0
+    was_restored = ledger.is_restored
+    closed = close_noted_runs(args.state_dir, args.nothing_lost)  # before the ledger permits runs again
     if args.nothing_lost:
         ledger.confirm_complete(own, witness)
-        forget_noted_runs(args.state_dir)
         done = "the ledger is used as it was restored; the data folder's mark is its last change"
     else:
-        closed = close_noted_runs(args.state_dir)  # before the ledger permits runs again
         done = ledger.recover(own, witness)
+    forget_noted_runs(args.state_dir)
     if was_restored:
         about = {"lost": "nothing, as the site says" if args.nothing_lost else "unknown", "closed": closed}
         audit_log.append_entry(args.state_dir.expanduser() / audit_log.NAME, "recovered", about)

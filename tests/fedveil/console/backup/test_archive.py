@@ -39,7 +39,14 @@ def member(name: str, data: bytes = b"abc", type_: bytes = tarfile.REGTYPE, **mo
 
 def manifest(files: dict[str, bytes], **more: object) -> bytes:
     listed = {name: [len(data), hashlib.sha256(data).hexdigest()] for name, data in files.items()}
-    about = {"fedveil-backup": 1, "kind": "site", "made": "2026-11-30T08:00:00+00:00", "files": listed, **more}
+    about = {
+        "fedveil-backup": 1,
+        "kind": "site",
+        "made": "2026-11-30T08:00:00+00:00",
+        "files": listed,
+        "left-out": [],
+        **more,
+    }
     return member(MANIFEST, json.dumps(about).encode())
 
 

@@ -180,6 +180,7 @@ def test_a_site_restored_on_an_empty_machine_trains_in_no_run_until_its_person_h
 
 
 def test_a_planned_move_costs_nothing_if_the_data_folder_confirms_it(site):
+    ReplayGuard(site.state / "pilot-2" / "north").count(2, 9, 3)
     site.charge("a")
     site.back_up()
     shutil.rmtree(site.state)
@@ -188,7 +189,9 @@ def test_a_planned_move_costs_nothing_if_the_data_folder_confirms_it(site):
     entries = open_ledger(site.state).read(OWN).account.entries
     assert [(entry.run, [step.used for step in entry.steps]) for entry in entries] == [("a", [1])]
     site.charge("a")
-    ReplayGuard(site.state / "pilot-1" / "north").check(5, 9, 3)
+    ReplayGuard(site.state / "pilot-2" / "north").check(5, 9, 3)
+    with pytest.raises(PolicyError, match="restored its record"):  # its secure.json is gone
+        ReplayGuard(site.state / "pilot-1" / "north").check(5, 9, 3)
     assert site.recover("--nothing-lost") == 2  # nothing was restored
 
 
@@ -368,6 +371,16 @@ def test_a_node_config_that_is_none_is_refused(site, tmp_path):
     (tmp_path / "north.toml").write_text('nonsense = "/etc/passwd"\n')
     write_archive(tmp_path / "backup.tar", "site", {"north.toml": tmp_path / "north.toml"})
     with pytest.raises(ConfigError, match=r"north\.toml: expected a site's node config"):
+        restore_site(tmp_path / "backup.tar", tmp_path / "new", RestoreChecks())
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["../../north/secure.json", "pilot-1/north/secret", "secure.json", "guard/x/secure.json"]
+)
+def test_a_list_of_other_files_left_out_is_refused(site, tmp_path, name):
+    write_archive(tmp_path / "backup.tar", "site", {"north.toml": site.state / "north.toml"}, [name])
+    with pytest.raises(ConfigError, match=r"expected paths of secure\.json in its list"):
         restore_site(tmp_path / "backup.tar", tmp_path / "new", RestoreChecks())
     assert not (tmp_path / "new").exists()
 
