@@ -148,7 +148,7 @@ def offer_server_purge(
     for run in goes:
         if run not in removed:
             print(f"stays {_line(run)}: it began to run in the meantime")
-    size = sum(one.bytes for one in (*removed, *replies))
+    size = sum(run.bytes for run in removed) + sum(reply.bytes for reply in replies)
     print(
         f"removed files of {len(removed)} runs and {len(replies)} replies, {size:,} bytes; models, cards, metrics and "
         "logs stay"

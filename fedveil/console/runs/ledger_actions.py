@@ -93,7 +93,11 @@ def _adopt(args: argparse.Namespace) -> int:
         raise ConfigError(f"--from: expected a state folder with a ledger, found none in {args.other}; use --lost")
     other = None if args.lost else open_ledger(args.other, FileSeal.from_key_file(args.other_key_file))
     ledger, witness = open_ledger(args.state_dir, FileSeal.from_key_file(site.key_file)), _witness(args.data, "")
+    if ledger.is_restored:
+        close_noted_runs(args.state_dir)  # before the ledger may permit runs again
     added = ledger.adopt(policies.load_policy(site).budget, witness, other)
+    if not ledger.is_restored:
+        forget_noted_runs(args.state_dir)
     print(f"{added} entries added; the data folder now belongs to the ledger in {args.state_dir.expanduser()}")
     return 0
 

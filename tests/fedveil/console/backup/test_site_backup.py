@@ -206,6 +206,26 @@ def test_nothing_lost_needs_a_mark(site):
     assert site.covers()
 
 
+def test_a_backup_from_before_the_first_charge_needs_adopt(site):
+    """It has no ledger, so the data folder's mark is of a lost one."""
+    site.back_up()
+    site.charge("a")
+    shutil.rmtree(site.state)
+    assert site.restore().must_recover
+    assert site.recover() == 2
+    assert site.recover("--nothing-lost") == 2
+    with pytest.raises(StateError, match="recover DATA"):
+        site.charge("a")
+    policy = site.folder / "policy.toml"
+    where = ["--state-dir", str(site.state), "--policy", str(policy)]
+    assert main(["site", "ledger", "adopt", str(site.data), "--lost", *where]) == 0
+    assert site.covers()
+    site.charge("b")
+    with pytest.raises(PolicyError, match="restored its record"):
+        ReplayGuard(site.state / "pilot-1" / "north").check(5, 9, 3)
+    assert not (site.state / ".ledger" / "restored-runs").exists()
+
+
 def test_a_newer_ledger_and_log_at_the_site_stay(site):
     site.charge("a")
     site.back_up()
