@@ -464,6 +464,8 @@ def _apply(site: Site, operation: str, number: int, older: list[bytes]) -> None:
         case "restore" | "restore with data" if site.backups:
             data = site.data if operation.endswith("data") else None
             site.restore(number % len(site.backups), data=data, accepts_older=number > 1)
+        case "lose" | "lose ledger" if FolderWitness.open(site.data, "").read() is None:
+            pass  # without a mark and without a restore, nothing is left that could know: not a matter of backups
         case "lose":
             shutil.rmtree(site.state, ignore_errors=True)
         case "lose ledger":
