@@ -17,7 +17,7 @@ from tests.deployment.test_restarts import Command, provisioned, until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-LOCKED_SECONDS = 6.0
+LOCKED_SECONDS = 25.0  # long enough that the SuperLink, which takes some seconds to import, meets the lock
 
 
 def test_both_ends_come_back_from_their_backups(tmp_path: Path, capsys) -> None:
@@ -57,6 +57,7 @@ def test_a_lock_of_another_program_does_not_end_a_start(tmp_path: Path) -> None:
         with contextlib.closing(
             sqlite3.connect(folder / "server" / "superlink.db", isolation_level=None, timeout=30)
         ) as other:
+            other.execute("PRAGMA locking_mode = EXCLUSIVE")  # keeps out readers too, which WAL alone does not
             other.execute("BEGIN EXCLUSIVE")
             held.set()
             time.sleep(LOCKED_SECONDS)
