@@ -142,6 +142,9 @@ def test_no_link_is_followed(pilot, tmp_path, capsys):
     other.mkdir(parents=True)
     (other / "object").symlink_to(outside / "id")
     age(other, 40)
+    age(outside, 40)
+    fresh = pilot / "server" / "spool" / REPLY.replace("7/", "9/")
+    fresh.mkdir(parents=True)  # a site may still be sending it
     assert purge(pilot, "--older-than", "0", "--yes") == 0
     stdout = capsys.readouterr().out
     assert "stays linked" in stdout
@@ -151,6 +154,7 @@ def test_no_link_is_followed(pilot, tmp_path, capsys):
     assert purge(pilot, "--run", "whole", "--yes") == 2
     assert files_of(outside) == {"id", "checkpoint.safetensors", "tap/00000.0.north.up"}
     assert other.exists()
+    assert fresh.exists()
     assert files_of(linked) == {*GOES, *STAYS}
 
 
