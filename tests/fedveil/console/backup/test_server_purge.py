@@ -143,6 +143,7 @@ def test_no_link_is_followed(pilot, tmp_path, capsys):
     (other / "object").symlink_to(outside / "id")
     age(other, 40)
     age(outside, 40)
+    age(pilot / "server" / "spool" / "7", 40)
     fresh = pilot / "server" / "spool" / REPLY.replace("7/", "9/")
     fresh.mkdir(parents=True)  # a site may still be sending it
     assert purge(pilot, "--older-than", "0", "--yes") == 0
