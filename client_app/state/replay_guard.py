@@ -19,6 +19,8 @@ The site relies on this file, not on the server's claims.
 | any round, if the file is damaged, or missing although there is private state from a served round | StateError |
 | any round that holds out a different fraction of rows than the first one | PolicyError |
 | any round, after the site has purged its state for the run | PolicyError; the file stays, with {"purged": true} |
+| any round, if the file comes from a backup, so that later rounds may have been served since | PolicyError; the file
+  stays, with {"restored": true} |
 
 A failed client round also counts, because a server can make a client round fail. A round that ended before it
 processed the message (no examples, no base model) does not count: it used no examples, and a site that has repaired
@@ -57,6 +59,7 @@ class _Kept:
     purged: bool = False
     scores: int = 0
     held_out: float | None = None
+    restored: bool = False
 
     def round(self, number: int) -> _Round:
         return next((entry for entry in self.rounds if entry.number == number), _Round(number))
@@ -94,6 +97,11 @@ class ReplayGuard:
         state = self._read()
         if state.purged:
             raise PolicyError("run.name: this site has purged everything it kept for this run; start a new run")
+        if state.restored:
+            raise PolicyError(
+                "run.name: this site restored its record of this run from a backup, so it cannot know which rounds it "
+                "has served since; start a new run"
+            )
         if state.held_out not in (None, held_out):
             raise PolicyError(
                 f"evaluate.held-out: expected {state.held_out:g}, with which this run began at this site, found "
@@ -189,11 +197,18 @@ class ReplayGuard:
         with self._locked():
             self._write(replace(self._read(), purged=True))
 
+    def close_restored(self) -> None:
+        """Refuse this run from now on: its file comes from a backup. Raises OSError or StateError."""
+        with self._locked():
+            self._write(replace(self._read(), restored=True))
+
     def _write(self, kept: _Kept) -> None:
         rounds = [[entry.number, entry.times, entry.message] for entry in kept.rounds]
         content: dict[str, object] = {"rounds": rounds, "of": kept.of, "purged": kept.purged, "scores": kept.scores}
         if kept.held_out is not None:
             content["held-out"] = kept.held_out
+        if kept.restored:
+            content["restored"] = True
         write_atomic(self._file, write_checksummed(content))
 
     @property
@@ -222,7 +237,7 @@ class ReplayGuard:
             held_out = content.get("held-out")
             return _Kept(
                 tuple(rounds), int(content["of"]), bool(content["purged"]), int(content.get("scores", 0)),
-                None if held_out is None else float(held_out),
+                None if held_out is None else float(held_out), content.get("restored") is True,
             )  # fmt: skip
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StateError(

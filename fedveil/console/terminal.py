@@ -27,3 +27,11 @@ def render_markdown(docstring: str) -> str:
             lines.append("")
         lines.append(line)
     return "\n".join(lines)
+
+
+def ask_to_delete() -> bool:
+    """Ask whether to delete what was listed; anything but yes means no."""
+    try:
+        return input("delete them? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False

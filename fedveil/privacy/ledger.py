@@ -23,6 +23,8 @@ only one of them gets it.
 | the ledger is damaged, or from a later version | StateError: nothing is charged until the site has restored it |
 | ledgers of versions 1 to 3, one for each site name | migrated at the next change, and then removed; after a crash
   in between, they are migrated twice |
+| the folder was restored from a backup (`.ledger/restored` is there) | LedgerError: nothing is charged until
+  `site ledger recover` has counted what may be missing, or found that nothing is |
 | two processes of one site | one waits for the other: the ledger is locked while it changes |
 | the site has a key file | the ledger is encrypted (fedveil.encrypted_files) |
 
@@ -73,6 +75,7 @@ from fedveil.records.atomic_files import read_checksummed, write_atomic, write_c
 __all__ = ["LedgerWitness", "PrivacyLedger", "RunCharger", "StoredAccount", "WitnessMark"]
 
 FILE = "ledger.json"
+_RESTORED = "restored"  # a mark next to the ledger, from a restore until `recover`; its suffix is not that of a ledger
 _VERSION = 4
 _OLD_VERSIONS = (1, 2, 3)  # one file per site name, with a history of each record
 _WITHOUT_CHECKSUM = (1, 2)
@@ -189,6 +192,53 @@ class PrivacyLedger:
         """Return the ledger's current content; without a ledger, a new account for `own`. Raises StateError."""
         return self._read(own)[0]
 
+    @property
+    def is_restored(self) -> bool:
+        """Return whether the ledger comes from a backup and nobody has said yet what may be missing."""
+        return self._restored.exists()
+
+    def mark_restored(self) -> None:
+        """Refuse all charges from now on, until `recover`. Call it before a file of a backup takes its place here.
+
+        Raises OSError.
+        """
+        write_atomic(self._restored, b"")
+
+    def require_recovered(self) -> None:
+        """Raise LedgerError if the ledger comes from a backup and nobody has said yet what may be missing."""
+        if self.is_restored:
+            raise LedgerError(
+                f"{self._folder}: expected a ledger that is up to date, found one that was restored from a backup, "
+                "which may lack charges; run fedveil site ledger recover DATA, which assumes the maximum that may "
+                "have been charged since, or, if the site did not run since the backup, add --nothing-lost"
+            )
+
+    def confirm_complete(self, own: PrivacyBudget, witness: LedgerWitness) -> None:
+        """Use a restored ledger as it is, because its owner says that nothing was charged since the backup.
+
+        The witness must confirm it: its mark is the ledger's last change, or there is neither a ledger nor a mark.
+
+        Raises:
+            StateError: the ledger was not restored, or the witness knows of another last change, or of none.
+        """
+        with self._locked(), witness.lock():
+            if not self.is_restored:
+                raise StateError(
+                    f"{self._folder}: expected a ledger restored by fedveil site restore, found one in use; leave out "
+                    "--nothing-lost"
+                )
+            stored, _ = self._read(own)
+            mark = self._require_witness(stored, witness)
+            is_unused = mark is None and not stored.tag
+            if not is_unused and (mark is None or (mark.changes, mark.head) != (len(stored.heads), stored.mark.head)):
+                seen = "no change" if mark is None else f"change {mark.changes}"
+                raise LedgerError(
+                    f"{witness.place}: expected the restored ledger's last change, {len(stored.heads)}, as "
+                    f"confirmation that nothing is missing, found {seen}; name the data folder that was charged last, "
+                    "or leave out --nothing-lost, which assumes the maximum"
+                )
+            self._restored.unlink()
+
     def recover(self, own: PrivacyBudget, witness: LedgerWitness) -> str:
         """Reactivate a restored ledger, assuming the maximum charges since then; return a description of the changes.
 
@@ -213,6 +263,7 @@ class PrivacyLedger:
             if mark is not None and mark.changes > len(heads):
                 heads = (*heads, *("0" * _HEAD for _ in range(mark.changes - len(heads) - 1)), mark.head)
             self._write(replace(stored, heads=heads), account, old, witness)
+            self._restored.unlink(missing_ok=True)
         return "all runs used up" if is_behind else "all runs used up, and an open entry for those that may be missing"
 
     def adopt(self, own: PrivacyBudget, witness: LedgerWitness, other: PrivacyLedger | None) -> int:
@@ -256,6 +307,8 @@ class PrivacyLedger:
             if other is not None:
                 other._write(replace(theirs, moved_to=after.tag), theirs.account, their_old, None)
             witness.write(after.mark)
+            if not stored.tag:  # a backup without a ledger was restored; all that it may lack is this data's history
+                self._restored.unlink(missing_ok=True)
         return len(added)
 
     @property
@@ -274,6 +327,7 @@ class PrivacyLedger:
         self, own: PrivacyBudget, witness: LedgerWitness | None, decide: Callable[[SiteAccount], SiteAccount]
     ) -> None:
         with self._locked(), witness.lock() if witness is not None else contextlib.nullcontext():
+            self.require_recovered()
             stored, old = self._read(own)
             mark = self._require_witness(stored, witness)
             if stored.moved_to:
@@ -327,6 +381,10 @@ class PrivacyLedger:
             "that charged this data, or run fedveil site ledger adopt, which adds its history to this one; if the "
             "folder's other files are another site's, move this site's data to a folder outside of it"
         )
+
+    @property
+    def _restored(self) -> Path:
+        return self._folder / _RESTORED
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ import shlex
 import shutil
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -81,6 +81,28 @@ def lock_folder(folder: Path) -> int:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps({"inode": os.fstat(descriptor).st_ino, **about}).encode(), 0)
     return descriptor
+
+
+@contextlib.contextmanager
+def hold_unused(folder: Path) -> Iterator[bool]:
+    """Yield True if no process uses a run folder; then none can begin to use it inside the `with` block.
+
+    A folder without a lock file, which has never been used, is not held. Raises OSError.
+    """
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield True
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+    finally:
+        os.close(descriptor)  # releases the lock
 
 
 def is_dead(folder: Path) -> bool:

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from fedveil.client_app.node_config import SiteConfig, parse_site
 from fedveil.client_app.policy import site_policy as policies
 from fedveil.client_app.secure_round import read_key
+from fedveil.client_app.state.client_state import open_ledger
 from fedveil.console.doctor import checks, policy_checks
 from fedveil.console.flower.certificates import write_secret
 from fedveil.console.flower.machine import format_toml, free_ports
@@ -316,6 +317,7 @@ def run(start: SiteLauncher) -> int:
     """
     name, state = start.node.site, start.node.state_dir
     re_encrypt.require_key(state, FileSeal.from_key_file(start.node.key_file))
+    open_ledger(state).require_recovered()
     require_usable(start)
     processes = ProcessGroup(state / "logs")
     with site_lock.hold_site_lock(state, name, processes):

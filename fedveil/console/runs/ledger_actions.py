@@ -10,9 +10,11 @@ from fedveil.client_app.policy import site_policy as policies
 from fedveil.client_app.state.client_state import open_ledger
 from fedveil.client_app.state.data_sets import FolderWitness
 from fedveil.console.runs.ledger_summary import ledger_files, ledger_standing, site_of_folder, standing_lines
+from fedveil.console.runs.restored_runs import close_noted_runs, forget_noted_runs
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import ConfigError
 from fedveil.privacy.ledger_account import AccountEntry, Party, SiteAccount
+from fedveil.records import audit_log
 from fedveil.sanitize import sanitize
 
 _Action = Callable[[argparse.Namespace], int]
@@ -41,6 +43,11 @@ def add_actions(
         "recover", help="after every restore from a backup: count the most that may have been charged since the backup"
     )
     recover.add_argument("data", type=Path, metavar="DATA", help="the data folder")
+    recover.add_argument(
+        "--nothing-lost",
+        action="store_true",
+        help="the site did not run since the backup, as after a move; the data folder's mark must confirm it",
+    )
     recover.set_defaults(run=in_own_folder(_recover))
     for action in (show, adopt, recover):
         action.add_argument(
@@ -86,7 +93,11 @@ def _adopt(args: argparse.Namespace) -> int:
         raise ConfigError(f"--from: expected a state folder with a ledger, found none in {args.other}; use --lost")
     other = None if args.lost else open_ledger(args.other, FileSeal.from_key_file(args.other_key_file))
     ledger, witness = open_ledger(args.state_dir, FileSeal.from_key_file(site.key_file)), _witness(args.data, "")
+    if ledger.is_restored:
+        close_noted_runs(args.state_dir)  # before the ledger may permit runs again
     added = ledger.adopt(policies.load_policy(site).budget, witness, other)
+    if not ledger.is_restored:
+        forget_noted_runs(args.state_dir)
     print(f"{added} entries added; the data folder now belongs to the ledger in {args.state_dir.expanduser()}")
     return 0
 
@@ -94,8 +105,19 @@ def _adopt(args: argparse.Namespace) -> int:
 def _recover(args: argparse.Namespace) -> int:
     site = site_of_folder(args.state_dir, args.policy, args.key_file)
     ledger = open_ledger(args.state_dir, FileSeal.from_key_file(site.key_file))
-    done = ledger.recover(policies.load_policy(site).budget, _witness(args.data, site.data_set))
-    print(f"recovered: {done}")
+    own, witness = policies.load_policy(site).budget, _witness(args.data, site.data_set)
+    was_restored = ledger.is_restored
+    closed = close_noted_runs(args.state_dir, args.nothing_lost)  # before the ledger permits runs again
+    if args.nothing_lost:
+        ledger.confirm_complete(own, witness)
+        done = "the ledger is used as it was restored; the data folder's mark is its last change"
+    else:
+        done = ledger.recover(own, witness)
+    forget_noted_runs(args.state_dir)
+    if was_restored:
+        about = {"lost": "nothing, as the site says" if args.nothing_lost else "unknown", "closed": closed}
+        audit_log.append_entry(args.state_dir.expanduser() / audit_log.NAME, "recovered", about)
+    print(f"recovered: {done}{f'; {closed} runs closed at this site' if closed else ''}")
     return 0
 
 

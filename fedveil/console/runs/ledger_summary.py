@@ -65,6 +65,8 @@ def ledger_lines(state_dir: Path, policy: str = "", key_file: str = "") -> list[
     Args:
         policy, key_file: needed if `fedveil site start` has not saved them, as in a container.
     """
+    if open_ledger(state_dir).is_restored:
+        return [f"{_TITLE}: restored from a backup; the site trains again after fedveil site ledger recover DATA"]
     if not ledger_files(state_dir):
         return []
     try:

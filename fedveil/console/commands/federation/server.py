@@ -1,4 +1,4 @@
-"""`fedveil server`: starts a federation's server from its folder, or renames it.
+"""`fedveil server`: starts, renames, backs up or purges a server.
 
 A server is Flower's SuperLink, behind FedVeil's checks, plus the SuperExec that runs apps. Ports, certificates
 and members come from the folder made by fedveil provision. With containers, use the folder's compose file instead.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from fedveil.console.backup import server_actions
 from fedveil.console.launch import server
 from fedveil.console.provisioning import instruction_keys, startup_kit
 from fedveil.console.provisioning.federation_folder import SiteRegistry
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     rename.add_argument("--ca-key", type=Path, help="path of ca.key if it is no longer in the folder")
     rename.set_defaults(run=_rename)
+    server_actions.add_actions(actions)
 
 
 def _start(args: argparse.Namespace) -> int:

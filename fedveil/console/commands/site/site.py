@@ -1,4 +1,4 @@
-"""`fedveil site`: makes a site's keys, runs and shows it, encrypts or purges data.
+"""`fedveil site`: makes keys; starts, shows, encrypts, backs up or purges a site.
 
 A site runs Flower's SuperNode and a warm worker process for training.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedveil.client_app.node_config import SiteConfig, parse_site
+from fedveil.console.backup import site_actions
 from fedveil.console.flower.instruction_key_files import keys_fingerprint
 from fedveil.console.flower.site_process import start_spare, write_programs
 from fedveil.console.launch import site as site_start
@@ -24,7 +25,7 @@ from fedveil.console.runs.retained_state import list_retained, offer_purge, purg
 from fedveil.console.runs.secagg_summary import secagg_of_site
 from fedveil.console.runs.site_permissions import read_permissions
 from fedveil.console.runs.workers import describe_worker, follow_worker, last_failures, list_workers
-from fedveil.console.terminal import make_console
+from fedveil.console.terminal import ask_to_delete, make_console
 from fedveil.encrypted_files import FileSeal, make_key
 from fedveil.errors import ConfigError
 from fedveil.federation.message_signatures.key_files import INSTRUCTION_KEYS, InstructionKeys
@@ -102,6 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     seal, purge = _keeping(actions)
     ledgers = ledger_actions.add_actions(actions, _in_own_folder)
     persons = unit_actions.add_actions(actions, _in_own_folder)
+    backups = site_actions.add_actions(actions, _in_own_folder)
     dashboard = actions.add_parser(
         "dashboard", help="show uploads, refusals, ledger and worker in a browser on this machine"
     )
@@ -117,14 +119,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dashboard.add_argument("--port", type=int, default=8051, metavar="N", help="default: 8051; 0 = any free port")
     dashboard.add_argument("--host", default="127.0.0.1", help="only 127.0.0.1 is allowed")
     dashboard.set_defaults(run=_in_own_folder(_dashboard))
-    for action in (status, seal, purge, dashboard, *ledgers, *persons):
+    for action in (status, seal, purge, dashboard, *ledgers, *persons, *backups):
         action.add_argument(
             "--kit",
             type=Path,
             metavar="FOLDER",
             help="the unpacked start-up kit, which tells where the state folder is",
         )
-    for action in (status, warm, seal, purge, dashboard, *ledgers, *persons):
+    for action in (status, warm, seal, purge, dashboard, *ledgers, *persons, *backups):
         action.add_argument(
             "--state-dir", type=Path, help=f"the site's state folder; default: {SiteConfig().state_dir}"
         )
@@ -294,14 +296,7 @@ def _dashboard(args: argparse.Namespace) -> int:
 
 
 def _purge(args: argparse.Namespace) -> int:
-    return offer_purge(args.state_dir, args.runs, args.older_than, lambda: args.yes or _agreed())
-
-
-def _agreed() -> bool:
-    try:
-        return input("delete them? [y/N] ").strip().lower() in ("y", "yes")
-    except EOFError:
-        return False
+    return offer_purge(args.state_dir, args.runs, args.older_than, lambda: args.yes or ask_to_delete())
 
 
 def _status(args: argparse.Namespace) -> int:
