@@ -14,8 +14,9 @@ from pathlib import Path
 from fedveil.client_app.node_config import SiteConfig, parse_site
 from fedveil.console.flower.instruction_key_files import keys_fingerprint
 from fedveil.console.flower.site_process import start_spare, write_programs
+from fedveil.console.launch import service_install, site_options
 from fedveil.console.launch import site as site_start
-from fedveil.console.launch import site_options
+from fedveil.console.launch.service_notify import ServiceNotifier
 from fedveil.console.provisioning import enrollment, kit_reader
 from fedveil.console.runs import ledger_actions, re_encrypt, unit_actions
 from fedveil.console.runs.dataset_cache import list_cached_datasets
@@ -149,6 +150,12 @@ def _starting(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         f"default: {poll_backoff.DEFAULT}; for N > 40 sites, use N / 200",
     )  # fmt: skip
     start.set_defaults(run=_start)
+    install = actions.add_parser(
+        "install-service", help="print or write a systemd unit that runs fedveil site start with few rights"
+    )
+    install.add_argument("kit", type=Path, metavar="FOLDER", help="the unpacked start-up kit, with the site's keys")
+    service_install.add_service_options(install)
+    install.set_defaults(run=_install_service)
 
 
 def _keeping(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> Sequence[argparse.ArgumentParser]:
@@ -175,7 +182,14 @@ def _keeping(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> Se
 def _start(args: argparse.Namespace) -> int:
     names = ("superlink", "ca", "key", "name", "poll-seconds", *site_start.NODE_OPTIONS)
     given = {name: getattr(args, name.replace("-", "_")) for name in names}
-    return site_start.run(site_start.resolve_site(given, args.kit, args.permit_everything))
+    notifier = ServiceNotifier.from_environment(os.environ, os.getpid())
+    return site_start.run(site_start.resolve_site(given, args.kit, args.permit_everything), notifier)
+
+
+def _install_service(args: argparse.Namespace) -> int:
+    unit = service_install.describe_site(args.kit, args.user)
+    name = f"fedveil-site-{kit_reader.read_kit(args.kit).site}"
+    return service_install.install_unit(unit, name, args.out, args.kit)
 
 
 def _in_own_folder(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
