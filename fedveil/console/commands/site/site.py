@@ -117,6 +117,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     dashboard.add_argument("--port", type=int, default=8051, metavar="N", help="default: 8051; 0 = any free port")
     dashboard.add_argument("--host", default="127.0.0.1", help="only 127.0.0.1 is allowed")
+    dashboard.add_argument(
+        "--metrics-token", type=Path, metavar="FILE",
+        help="also serve /metrics for Prometheus, with the bearer token in this file, which is created if missing",
+    )  # fmt: skip
     dashboard.set_defaults(run=_in_own_folder(_dashboard))
     for action in (status, seal, purge, dashboard, *ledgers, *persons):
         action.add_argument(
@@ -304,7 +308,10 @@ def _seal(args: argparse.Namespace) -> int:
 def _dashboard(args: argparse.Namespace) -> int:
     from fedveil.console.web import apps  # imports the web server and the plots
 
-    return apps.open_site_dashboard(args.state_dir, args.policy, args.key_file, args.host, args.port)
+    return apps.open_site_dashboard(
+        args.state_dir, args.policy, args.key_file, args.host, args.port, args.metrics_token,
+        args.kit / "ca.crt" if args.kit else None,
+    )  # fmt: skip
 
 
 def _purge(args: argparse.Namespace) -> int:
