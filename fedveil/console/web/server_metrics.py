@@ -24,7 +24,7 @@ __all__ = ["certificate_samples", "disk_samples", "federation_samples", "log_sam
 
 _DAY = 86_400.0
 _STATUSES = ("pending", "starting", "running")
-_STATES = ("completed", "running", "stopped", "failed", "died")
+STATES = ("completed", "running", "stopped", "failed", "died")
 _OTHER = "other"
 
 
@@ -106,11 +106,11 @@ def run_samples(
     counted = {federation: Counter[str]() for federation in federations}
     for place, run in runs:
         state = str(run.status.get("state", ""))
-        counted.setdefault(place.federation, Counter())[state if state in _STATES else _OTHER] += 1
+        counted.setdefault(place.federation, Counter())[state if state in STATES else _OTHER] += 1
         if state == "running":
             yield MetricSample("fedveil_run_rounds_done", run.rounds_done, (place.federation, place.name))
     for federation, states in counted.items():
-        for state in (*_STATES, _OTHER):
+        for state in (*STATES, _OTHER):
             yield MetricSample("fedveil_runs", states[state], (federation, state))
 
 
