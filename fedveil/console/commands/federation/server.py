@@ -1,4 +1,4 @@
-"""`fedveil server`: starts a federation's server from its folder, installs it as a service, or renames it.
+"""`fedveil server`: starts a federation's server, also as a service, or renames it.
 
 A server is Flower's SuperLink, behind FedVeil's checks, plus the SuperExec that runs apps. Ports, certificates
 and members come from the folder made by fedveil provision. With containers, use the folder's compose file instead.
