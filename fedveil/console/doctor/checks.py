@@ -130,6 +130,23 @@ def check_fleet_port(superlink: str, ca: Path) -> CheckResult:
     )
 
 
+def find_handshake_fault(port: int, ca: Path) -> str:
+    """Return why the program at this loopback port completes no TLS handshake with a certificate from `ca`, or "".
+
+    A frozen program fails here, although the kernel accepts connections for it.
+    """
+    context = ssl.create_default_context(cafile=str(ca))
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    try:
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=_TIMEOUT) as plain,
+            context.wrap_socket(plain, server_hostname="127.0.0.1"),
+        ):
+            return ""
+    except OSError as error:
+        return str(error)
+
+
 def check_proxy(superlink: str) -> CheckResult:
     """Check which proxy the site's processes use for the server, if any; loopback connections never use one."""
     host, _ = parse_address(superlink)

@@ -7,7 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ from fedveil.console.doctor import checks
 from fedveil.console.flower.processes import ProcessGroup
 from fedveil.console.flower.programs import ONLINE
 from fedveil.console.launch.restarts import own_error
+from fedveil.console.launch.service_notify import ServiceNotifier
 from fedveil.console.runs.run_reader import new_lines
 from fedveil.errors import ConfigError, StateError
 from fedveil.guard import flower, last_heartbeat
@@ -103,6 +104,7 @@ class SiteStartWatcher:
         was_online: whether an earlier start by this command came online.
         silence_said: whether the last message said that the server does not hear this site.
         temporary: the last reason why the server asked the site to try again.
+        notifier: tells the service manager that the site works.
     """
 
     processes: ProcessGroup
@@ -121,6 +123,7 @@ class SiteStartWatcher:
     was_online: bool = False
     silence_said: bool = False
     temporary: bytes = b""
+    notifier: ServiceNotifier = field(default_factory=ServiceNotifier)
 
     @classmethod
     def from_processes(cls, processes: ProcessGroup, name: str, state: Path, superlink: str, ca: Path) -> Self:
@@ -155,6 +158,7 @@ class SiteStartWatcher:
             self.tell_silence()
             self.tell()
             also()
+            self.notifier.tell_alive(self.find_fault, self.status)
             time.sleep(_POLL_SECONDS)
         self.tell()
         also()
@@ -220,6 +224,28 @@ class SiteStartWatcher:
         elif self.silence_said and not why:
             print(f"site {self.name}: the server hears this site again", flush=True)
         self.silence_said = bool(why)
+
+    @property
+    def status(self) -> str:
+        """Return the site's state in a few words."""
+        if not self.online:
+            return f"waiting for the server at {self.superlink}"
+        return "online, but the server does not answer" if self.away_said or self.silence_said else "online"
+
+    def find_fault(self) -> str:
+        """Return what a restart may mend: an ended process, or a server that answers but does not hear this site.
+
+        While the server cannot be reached, or refuses this machine's clock, a restart would only end a client round.
+        """
+        if self.processes.ended(self.name) is not None:
+            return f"{self.processes.ended_part(self.name)} has ended"
+        if not self.silence_said:
+            return ""
+        try:
+            is_reachable = not missing_sites(self.superlink, self.ca)
+        except ConfigError:  # another program listens at the server's address
+            is_reachable = False
+        return "the server answers, but does not hear this site" if is_reachable else ""
 
     def tell(self) -> None:
         """Print what was sent and what failed since the last call, including causes that the server does not learn."""

@@ -31,6 +31,7 @@ from fedveil.console.flower.processes import ProcessGroup, flower_environment
 from fedveil.console.flower.programs import superlink_command
 from fedveil.console.flower.site_process import single_user_environment, start_isolated, start_superexec
 from fedveil.console.launch.restarts import Restarts, own_error
+from fedveil.console.launch.service_notify import ServiceNotifier
 from fedveil.console.provisioning.federation_folder import SiteRegistry, registry_folder
 from fedveil.errors import ConfigError
 from fedveil.records import process_exit
@@ -175,8 +176,12 @@ def _listening(port: int) -> str:
     return "by another server or program on this machine"
 
 
-def run(server: ServerLauncher) -> int:
-    """Start both programs and restart any that ends. Raises ConfigError, with the reason, if that does not help."""
+def run(server: ServerLauncher, notifier: ServiceNotifier | None = None) -> int:
+    """Start both programs and restart any that ends. Raises ConfigError, with the reason, if that does not help.
+
+    `notifier`: tells the service manager that the server is up, and later that it still answers.
+    """
+    notifier = notifier or ServiceNotifier()
     paths.private_folder(server.state / "logs")
     programs = _Programs(server, ProcessGroup(server.state / "logs"))
     print("Starting Flower's server; this takes a few seconds", file=sys.stderr, flush=True)
@@ -187,10 +192,12 @@ def run(server: ServerLauncher) -> int:
         print(f"server of {server.name}: sites at {server.fleet}, log {programs.processes.log(NAME)}")
         print(f"a relative run.dir is inside {server.folder}; Ctrl-C stops both programs")
         print(f"next: fedveil submit --federation {server.folder} --set method.name=fedrand", flush=True)
+        notifier.tell_ready(f"serving sites at {server.fleet}")
         while True:
             if programs.processes.ended(NAME) is not None:
                 programs.start_again()
             programs.tell_full_disk()
+            notifier.tell_alive(programs.find_fault)
             time.sleep(_POLL_SECONDS)
     finally:
         programs.processes.stop()
@@ -243,6 +250,13 @@ class _Programs:
             space = f"the disk of {self.server.state} has space again"
             print(f"server: {f'{full}; until then runs fail' if full else space}", file=sys.stderr, flush=True)
             self.disk_said = bool(full)
+
+    def find_fault(self) -> str:
+        """Return which program ended, or that the SuperLink does not complete a TLS handshake; "" if all is well."""
+        if reason := self.reason():
+            return reason
+        why = checks.find_handshake_fault(self.server.control_port, self.server.folder / "server" / "ca.crt")
+        return f"its SuperLink does not answer at the control port: {why}" if why else ""
 
     def start_again(self) -> None:
         """Restart the ended programs after a delay. Raises ConfigError if a restart cannot help."""

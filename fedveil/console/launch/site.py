@@ -33,6 +33,7 @@ from fedveil.console.flower.site_process import (
 )
 from fedveil.console.launch import online_watch, site_lock
 from fedveil.console.launch.restarts import Restarts
+from fedveil.console.launch.service_notify import ServiceNotifier
 from fedveil.console.provisioning import enrollment, kit_reader
 from fedveil.console.runs import re_encrypt, site_notes
 from fedveil.encrypted_files import FileSeal
@@ -309,8 +310,10 @@ def prepare_site(start: SiteLauncher) -> tuple[Path, dict[str, str]]:
     return config, guarded_environment(env, state / "guard", require_policy=bool(start.node.policy))
 
 
-def run(start: SiteLauncher) -> int:
+def run(start: SiteLauncher, notifier: ServiceNotifier | None = None) -> int:
     """Start the SuperNode and a warm worker, and restart them when they exit.
+
+    `notifier`: tells the service manager that both are up, and later that they still work.
 
     Raises ConfigError or PolicyError, with the reason, if that does not help: the server refuses this site, one of its
     files is no longer valid, or they exited for the same reason ten times in ten minutes.
@@ -321,10 +324,10 @@ def run(start: SiteLauncher) -> int:
     require_usable(start)
     processes = ProcessGroup(state / "logs")
     with site_lock.hold_site_lock(state, name, processes):
-        return _taken(start, processes)
+        return _taken(start, processes, notifier or ServiceNotifier())
 
 
-def _taken(start: SiteLauncher, processes: ProcessGroup) -> int:
+def _taken(start: SiteLauncher, processes: ProcessGroup, notifier: ServiceNotifier) -> int:
     """Run the site, restarting ended processes; retry while the server may still consider a killed SuperNode online."""
     until: float | None = None
     restarts, was_online = Restarts(), False
@@ -332,7 +335,7 @@ def _taken(start: SiteLauncher, processes: ProcessGroup) -> int:
         watched = online_watch.SiteStartWatcher.from_processes(
             processes, start.node.site, start.node.state_dir, start.superlink, start.ca
         )
-        watched.was_online = was_online
+        watched.was_online, watched.notifier = was_online, notifier
         watched.look()
         began = time.monotonic()
         try:
@@ -381,6 +384,7 @@ def _started(start: SiteLauncher, watched: online_watch.SiteStartWatcher) -> int
         card = start_spare(start.node, superexec, env)
         follow = f"fedveil site status --state-dir {state} --follow"
         print(f"site {name}: worker {card.pid} is warm; to follow it: {follow}", flush=True)
+        watched.notifier.tell_ready(watched.status)
         return watched.until_ended(part_ended=superexec_ended)
     finally:
         processes.stop()

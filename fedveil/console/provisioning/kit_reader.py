@@ -65,6 +65,12 @@ def node_config(folder: Path, file: Path | None = None) -> SiteConfig:
     return parse_site(content)
 
 
+def paths_in_home(folder: Path) -> list[str]:
+    """Return the keys in node-config.toml whose path begins with "~". Raises ConfigError if it cannot be read."""
+    content = _toml(folder / NODE_CONFIG)
+    return [name for name in _PATHS if str(content.get(name, "")).startswith("~")]
+
+
 def names_instruction_keys(file: Path) -> bool:
     """Return whether a node config names the server's instruction keys. Raises ConfigError if it cannot be read."""
     return bool(_toml(file).get("instruction-keys"))

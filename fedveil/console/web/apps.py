@@ -17,13 +17,19 @@ from fedveil.errors import ConfigError
 Ending = Callable[[], bool]
 
 
-def open_runs_dashboard(runs: Path | None, federations: Sequence[Path], host: str, port: int) -> int:
+def open_runs_dashboard(
+    runs: Path | None, federations: Sequence[Path], host: str, port: int, metrics_token: Path | None = None
+) -> int:
     """Serve the dashboard for a folder of runs. Raises ConfigError for an invalid federation, address or port.
 
-    If `runs` is None, it shows the runs inside the federations' folders.
+    If `runs` is None, it shows the runs inside the federations' folders. `metrics_token`: see `serve_dashboard`.
     """
     names = name_federations(federations)
-    return serve_dashboard(host, port, lambda entry, ending: server_app(run_folders(runs, names), names, entry, ending))
+
+    def app_of(entry: DashboardCredentials, ending: Ending) -> ASGIApp:
+        return server_app(run_folders(runs, names), names, entry, ending)
+
+    return serve_dashboard(host, port, app_of, metrics_token)
 
 
 def run_folders(runs: Path | None, federations: Mapping[str, Path]) -> dict[str, Path]:
@@ -38,11 +44,26 @@ def run_folders(runs: Path | None, federations: Mapping[str, Path]) -> dict[str,
     return {is_own[0] if is_own else "": runs}
 
 
-def open_site_dashboard(state_dir: Path, policy: str, key_file: str, host: str, port: int) -> int:
-    """Serve the dashboard for a site's state folder. Raises ConfigError for an invalid folder, address or port."""
+def open_site_dashboard(
+    state_dir: Path,
+    policy: str,
+    key_file: str,
+    host: str,
+    port: int,
+    metrics_token: Path | None = None,
+    ca: Path | None = None,
+) -> int:
+    """Serve the dashboard for a site's state folder. Raises ConfigError for an invalid folder, address or port.
+
+    `metrics_token`: see `serve_dashboard`; `ca`: the kit's ca.crt, whose days left are a metric.
+    """
     if not state_dir.expanduser().is_dir():
         raise ConfigError(f"--state-dir: expected a site's state folder, found none at {state_dir}; correct the path")
-    return serve_dashboard(host, port, lambda entry, ending: site_app(state_dir, policy, key_file, entry, ending))
+
+    def app_of(entry: DashboardCredentials, ending: Ending) -> ASGIApp:
+        return site_app(state_dir, policy, key_file, entry, ending, ca)
+
+    return serve_dashboard(host, port, app_of, metrics_token)
 
 
 def server_app(
@@ -50,10 +71,16 @@ def server_app(
 ) -> ASGIApp:
     """Return the pages about runs and federations, without authentication."""
     views = server_views.ServerViews(runs, federations, entry.base)
-    return make_app(DashboardPages("FedVeil", server_views.LINKS, views.view, views.state), entry, ending)
+    return make_app(
+        DashboardPages("FedVeil", server_views.LINKS, views.view, views.state, views.metrics), entry, ending
+    )
 
 
-def site_app(state_dir: Path, policy: str, key_file: str, entry: DashboardCredentials, ending: Ending) -> ASGIApp:
+def site_app(
+    state_dir: Path, policy: str, key_file: str, entry: DashboardCredentials, ending: Ending, ca: Path | None = None
+) -> ASGIApp:
     """Return the pages about a site, without authentication."""
-    views = site_views.SiteViews(state_dir, policy, key_file)
-    return make_app(DashboardPages("FedVeil site", site_views.LINKS, views.view, views.state), entry, ending)
+    views = site_views.SiteViews(state_dir, policy, key_file, ca)
+    return make_app(
+        DashboardPages("FedVeil site", site_views.LINKS, views.view, views.state, views.metrics), entry, ending
+    )

@@ -7,6 +7,7 @@
 |---|---|
 | whose Host is not this machine's loopback, such as another name for the machine | 421 |
 | with a method other than GET or HEAD | 405 |
+| for /metrics, with the scrapers' bearer token, if `--metrics-token` gave one | the metrics |
 | with the link's token, for the first page | the cookie, and a redirect to a URL without the token |
 | without a valid cookie, such as from another user of this machine | 401, for any path |
 | any other | the requested page |
@@ -28,6 +29,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HOSTS = ("127.0.0.1", "localhost")
+METRICS_PATH = "/metrics"
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
@@ -46,12 +48,18 @@ _LONGEST = 4096  # maximum characters in a cookie header or a query
 
 @dataclass(frozen=True)
 class DashboardCredentials:
-    """A dashboard's secrets: its place, the link's token, and the cookie's value. `port`: where it listens."""
+    """A dashboard's secrets: its place, the link's token, and the cookie's value.
+
+    Attributes:
+        port: where it listens.
+        scrape_token: the bearer token for /metrics, and only for it; "" = no metrics.
+    """
 
     port: int
     place: str = field(default_factory=lambda: secrets.token_urlsafe(16))
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     session: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
+    scrape_token: str = field(default="", repr=False)
 
     @property
     def base(self) -> str:
@@ -96,6 +104,12 @@ class AccessMiddleware:
             return _said(421, f"Host: expected {' or '.join(HOSTS)}, found a different host; open the printed link")
         if scope["method"] not in ("GET", "HEAD"):
             return _said(405, "expected GET or HEAD: this dashboard is read-only", Allow="GET, HEAD")
+        if scope["path"] == METRICS_PATH and self._entry.scrape_token:
+            if _same(_bearer(headers.getlist("authorization")), self._entry.scrape_token):
+                return None
+            return _said(
+                401, "expected the bearer token in the file of --metrics-token", **{"WWW-Authenticate": "Bearer"}
+            )
         # Check the token first, even if there is a cookie, so that the token does not stay in the URL.
         if scope["path"] == f"{self._entry.base}/" and _same(_token(scope["query_string"]), self._entry.token):
             return self._let_in()
@@ -120,6 +134,12 @@ def _is_ours(hosts: list[str]) -> bool:
 
 def _same(given: str, expected: str) -> bool:
     return hmac.compare_digest(given.encode(), expected.encode())
+
+
+def _bearer(headers: list[str]) -> str:
+    """Return the token of the only Authorization header; "" for several, for another scheme, or for a long one."""
+    scheme, _, token = headers[0].partition(" ") if len(headers) == 1 else ("", "", "")
+    return token.strip() if scheme.lower() == "bearer" and len(token) <= _LONGEST else ""
 
 
 def _token(query: bytes) -> str:

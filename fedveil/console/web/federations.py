@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -16,11 +16,15 @@ from fedveil.console.provisioning.refused_calls import CONTROL_LOG, read_refused
 from fedveil.console.web import safe_files
 from fedveil.console.web.background import BackgroundQueries, CachedAnswer
 from fedveil.console.web.components import state_badge
+from fedveil.console.web.metrics import MetricSample
+from fedveil.console.web.server_metrics import federation_samples
 from fedveil.errors import FedVeilError
 from fedveil.sanitize import sanitize
 
 _ASK_FLOWER = 30.0  # seconds between queries; each costs two CPU seconds
 _ANSWER_FLOWER = 10.0  # seconds that a page waits for an answer
+_ANSWER_SCRAPE = 7.0  # the same for Prometheus, which by default gives up after 10 s
+_OLD_ANSWER = 120.0  # seconds after which an old answer counts as none in the metrics
 
 
 def name_federations(folders: Iterable[Path]) -> dict[str, Path]:
@@ -80,6 +84,14 @@ class DashboardFederations:
             for number, status in (self._answer(folder).value or _FlowerAnswer()).runs.items()
         }
 
+    def metrics(self) -> Iterator[MetricSample]:
+        """Yield the metrics of all federations, asking Flower if its last answer is old."""
+        for name, folder in self.folders.items():
+            answer = self._answer(folder, _ANSWER_SCRAPE)
+            is_known = answer.value is not None and (answer.is_new or time.time() - answer.at < _OLD_ANSWER)
+            seen = answer.value if is_known else None
+            yield from federation_samples(name, folder, seen.nodes if seen else None, seen.runs if seen else {})
+
     def whose(self, federation: str) -> str:
         """Return the federation to which a run folder's runs belong; "" if unknown."""
         return federation or (next(iter(self.folders)) if len(self.folders) == 1 else "")
@@ -119,9 +131,9 @@ class DashboardFederations:
             message = "Asking Flower." if online.value is None else f"{online.since}; asking Flower."
         return {"asked": online.value is not None, "rows": rows, "said": message, "online": well, "of": len(rows)}
 
-    def _answer(self, folder: Path) -> CachedAnswer[_FlowerAnswer]:
+    def _answer(self, folder: Path, patience: float = 0.0) -> CachedAnswer[_FlowerAnswer]:
         return self.later.ask(
-            ("flower", folder), int(time.time() / _ASK_FLOWER), lambda: _ask_flower(folder), _ANSWER_FLOWER
+            ("flower", folder), int(time.time() / _ASK_FLOWER), lambda: _ask_flower(folder), patience or _ANSWER_FLOWER
         )
 
 

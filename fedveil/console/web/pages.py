@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -13,11 +13,12 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp
 
 from fedveil import paths
-from fedveil.console.web.auth import DashboardCredentials
+from fedveil.console.web.auth import METRICS_PATH, DashboardCredentials
+from fedveil.console.web.metrics import CONTENT_TYPE, MetricSample, render_metrics
 from fedveil.console.web.report import html
 from fedveil.console.web.server_sent_events import EventStreams
 from fedveil.errors import FedVeilError
@@ -50,12 +51,14 @@ class DashboardPages:
         links: path and label of each page linked from every page.
         view: builds the page for a path's components. Raises PageNotFound or FedVeilError.
         state: returns a digest of everything that pages show; while it is unchanged, so are the pages.
+        metrics: returns the samples for /metrics.
     """
 
     name: str
     links: Sequence[tuple[str, str]]
     view: Callable[[Sequence[str]], PageView]
     state: Callable[[], str]
+    metrics: Callable[[], Iterable[MetricSample]] = tuple
 
 
 def make_app(site: DashboardPages, entry: DashboardCredentials, ending: Callable[[], bool]) -> ASGIApp:
@@ -95,11 +98,17 @@ def make_app(site: DashboardPages, entry: DashboardCredentials, ending: Callable
             raise HTTPException(404)
         return Response(_file(name), media_type=_FILES[name])
 
+    def scrape(request: Request) -> Response:
+        return Response(render_metrics(site.metrics()), media_type=CONTENT_TYPE)
+
     async def followed(request: Request) -> Response:
         return events(request)
 
     routes = [Route("/events", followed), Route("/static/{name}", file), Route("/{path:path}", show)]
-    return Starlette(routes=[Mount(entry.base, routes=routes)], exception_handlers={404: lost})
+    mounted: list[BaseRoute] = [Mount(entry.base, routes=routes)]
+    if entry.scrape_token:  # without a token, nobody may read them, so there is no such path
+        mounted.append(Route(METRICS_PATH, scrape))
+    return Starlette(routes=mounted, exception_handlers={404: lost})
 
 
 def page_digest(parts: object) -> str:

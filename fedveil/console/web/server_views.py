@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fedveil.console.runs import disclosure, per_site, privacy_statements
 from fedveil.console.runs.run_reader import RunView
 from fedveil.console.runs.summary import may_claim_privacy, metric_names, protection, run_label
-from fedveil.console.web import safe_files
+from fedveil.console.web import safe_files, server_metrics
 from fedveil.console.web.background import BackgroundQueries
 from fedveil.console.web.components import (
     DRAWING,
@@ -31,6 +31,7 @@ from fedveil.console.web.components import (
     state_badge,
 )
 from fedveil.console.web.federations import DashboardFederations
+from fedveil.console.web.metrics import MetricSample
 from fedveil.console.web.pages import PageNotFound, PageView, page_digest
 from fedveil.console.web.report import audit_section, disclosure_section, run_page
 from fedveil.console.web.safe_files import RunLocation
@@ -39,7 +40,7 @@ from fedveil.sanitize import sanitize
 
 LINKS = (("", "Runs"), ("sites", "Sites"), ("logs", "Audit logs"))
 _MOST_KEPT = 64  # cached runs
-_SUMMED = 50  # runs counted on the Sites page
+_SUMMED = 50  # runs counted on the Sites page and in the metrics
 _CURVES = 12
 _POLL = 0.9
 _NOT_IN_LOG = "not in the log"
@@ -95,6 +96,18 @@ class ServerViews:
             seen = [safe_files.run_stamp(place) for place in places.values()], files, self.later.answered
             self._state = (time.monotonic(), page_digest((seen, self._members.seen())))
         return self._state[1]
+
+    def metrics(self) -> Iterator[MetricSample]:
+        """Yield the metrics of all federations, runs, disks and logs."""
+        yield from self._members.metrics()
+        loaded_runs, broken = self._read(list(safe_files.find_runs(self.runs).values())[:_SUMMED])
+        named = [(replace(place, federation=self._members.whose(place.federation)), run) for place, run in loaded_runs]
+        yield from server_metrics.run_samples(named, len(broken), [self._members.whose(name) for name in self.runs])
+        for name, folder in self.federations.items():
+            yield from server_metrics.disk_samples(name, {"server": folder / "server"})
+        for name, folder in self.runs.items():
+            yield from server_metrics.disk_samples(self._members.whose(name), {"runs": folder})
+        yield from server_metrics.log_samples(self._log_files())
 
     def _place(self, key: str) -> RunLocation:
         places = safe_files.find_runs(self.runs)

@@ -12,15 +12,18 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fedveil.console.web.auth import AccessMiddleware, DashboardCredentials
+from fedveil.console.web.auth import METRICS_PATH, AccessMiddleware, DashboardCredentials
+from fedveil.console.web.metrics import require_exporter
 from fedveil.errors import ConfigError
 from fedveil.sanitize import sanitize
+from fedveil.server_app.metrics.sinks.prometheus import read_token_file
 
 HOST = "127.0.0.1"
 _IDLE_SECONDS = 10.0
@@ -79,11 +82,19 @@ class _Announced(uvicorn.Server):
 
 
 class DashboardServer:
-    """A listening dashboard, served by `run`. `app_of` builds its pages from its credentials and an end check."""
+    """A listening dashboard, served by `run`. `app_of` builds its pages from its credentials and an end check.
 
-    def __init__(self, port: int, app_of: Callable[[DashboardCredentials, Callable[[], bool]], ASGIApp]) -> None:
+    `scrape_token`: the bearer token for /metrics; "" = no metrics.
+    """
+
+    def __init__(
+        self,
+        port: int,
+        app_of: Callable[[DashboardCredentials, Callable[[], bool]], ASGIApp],
+        scrape_token: str = "",
+    ) -> None:
         self._socket = open_listener(port)
-        self.entry = DashboardCredentials(self._socket.getsockname()[1])
+        self.entry = DashboardCredentials(self._socket.getsockname()[1], scrape_token=scrape_token)
         app = AccessMiddleware(app_of(self.entry, lambda: self._server.should_exit), self.entry)
         config = uvicorn.Config(
             cast(Any, app), http=_Bounded, ws="none", lifespan="off", log_config=None, access_log=False,
@@ -102,16 +113,34 @@ class DashboardServer:
         self._server.should_exit = True
 
 
-def serve_dashboard(host: str, port: int, app_of: Callable[[DashboardCredentials, Callable[[], bool]], ASGIApp]) -> int:
-    """Print the link and serve until Ctrl-C. Raises ConfigError for an unusable address or port."""
+def serve_dashboard(
+    host: str,
+    port: int,
+    app_of: Callable[[DashboardCredentials, Callable[[], bool]], ASGIApp],
+    metrics_token: Path | None = None,
+) -> int:
+    """Print the link and serve until Ctrl-C.
+
+    `metrics_token`: the file with the token that opens /metrics, which is created if there is none.
+
+    Raises:
+        ConfigError: the address or port is unusable, or the package that writes metrics is missing.
+        StateError: others can read the token, or it is malformed.
+    """
     require_loopback(host)
-    server = DashboardServer(port, app_of)
+    token = ""
+    if metrics_token is not None:
+        require_exporter()
+        token = read_token_file(metrics_token)
+    server = DashboardServer(port, app_of, token)
     server.run(lambda: _say(server.entry))
     return 0
 
 
 def _say(entry: DashboardCredentials) -> None:
     print(f"dashboard: {entry.link}")
+    if entry.scrape_token:
+        print(f"metrics for Prometheus: http://{HOST}:{entry.port}{METRICS_PATH}, with the token as a bearer token")
     print("anyone with this link can see everything but change nothing; from another machine, first run:")
     print(f"  ssh -N -L {entry.port}:{HOST}:{entry.port} THIS-MACHINE")
     print("Ctrl-C stops it", flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from fedveil.console.runs.ledger_summary import (
 from fedveil.console.runs.site_notes import noted_federation
 from fedveil.console.runs.site_permissions import read_permissions
 from fedveil.console.runs.workers import WorkerStatus, last_failures, last_readings, last_row_counts, list_workers
-from fedveil.console.web import safe_files
+from fedveil.console.web import safe_files, server_metrics, site_metrics
 from fedveil.console.web.background import BackgroundQueries, CachedAnswer
 from fedveil.console.web.components import LOG_HEAD, failure_count, format_time, log_rows, log_verdict, rounds_from_1
+from fedveil.console.web.metrics import MetricSample
 from fedveil.console.web.pages import PageNotFound, PageView, page_digest
 from fedveil.console.web.report.html import html_tag
 from fedveil.contract.privacy import UNTIMED
@@ -35,6 +36,7 @@ _REFUSALS = ("refused", "withheld", "failed")
 _MOST_REFUSALS = 50
 _MOST_RUNS = 100
 _MOST_NAMES = 20
+_MOST_EVENTS = 10_000  # log lines that the metrics count
 _POLL = 0.9
 _UNBOUNDED = html_tag("span", "no bound", "tag failed")
 
@@ -50,11 +52,15 @@ class _Left:
 
 @dataclass
 class SiteViews:
-    """Pages about a site's state folder. Set `policy` and `key_file` if `fedveil site start` has not saved them."""
+    """Pages about a site's state folder. Set `policy` and `key_file` if `fedveil site start` has not saved them.
+
+    `ca`: the federation's ca.crt, for the metrics; None if it is not known.
+    """
 
     state_dir: Path
     policy: str = ""
     key_file: str = ""
+    ca: Path | None = None
     later: BackgroundQueries = field(default_factory=BackgroundQueries)
     _state: tuple[float, str] = (0.0, "")
 
@@ -78,6 +84,25 @@ class SiteViews:
             seen = safe_files.file_stamps(files), self.later.answered, read_permissions(self.state_dir, self.policy)
             self._state = (time.monotonic(), page_digest((does, seen)))
         return self._state[1]
+
+    def metrics(self) -> Iterator[MetricSample]:
+        """Yield the metrics of the site's connection, ledger, workers, disk and log."""
+        folder = self.state_dir.expanduser()
+        hearts = sorted(folder.glob(f"*{last_heartbeat.SUFFIX}"))[:_MOST_NAMES]
+        of = {file.stem: noted_federation(self.state_dir, file.stem) for file in hearts}
+        yield from site_metrics.heartbeat_samples({(of[file.stem], file.stem): file for file in hearts})
+        federation = next(iter(of.values()), "")
+        yield from server_metrics.disk_samples(federation, {"state": folder})
+        if self.ca is not None:
+            yield from server_metrics.certificate_samples(federation, {"ca.crt": self.ca})
+        if safe_files.file_stamps([self._log]):
+            yield from server_metrics.log_samples({"site": self._log})
+            yield from site_metrics.event_samples(safe_files.tail_log(self._log, _MOST_EVENTS))
+        workers, why = self._workers()
+        if not why:
+            yield MetricSample("fedveil_site_workers", len(workers))
+        if (standing := self._standing()) is not None and (standing.value is not None or standing.why):
+            yield from site_metrics.ledger_samples(standing.value)
 
     @property
     def _log(self) -> Path:

@@ -121,12 +121,17 @@ class PrometheusSink:
 
 
 def read_token(folder: Path) -> str:
-    """Return the token in that folder, creating it if there is none.
+    """Return the token in that folder, creating it if there is none. Raises StateError, like `read_token_file`."""
+    return read_token_file(folder / TOKEN)
+
+
+def read_token_file(file: Path) -> str:
+    """Return the bearer token in `file`, creating it if there is none.
 
     Raises:
         StateError: the token is readable by others, or is malformed.
+        OSError: the file cannot be read or created.
     """
-    file = folder / TOKEN
     with contextlib.suppress(FileExistsError):  # an earlier run has created it
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as new:
@@ -136,7 +141,7 @@ def read_token(folder: Path) -> str:
     if stat.S_IMODE(mode) & 0o077 or not _TOKEN_BYTES <= len(text) <= _LONGEST:
         raise StateError(
             f"{file}: expected a token of at least {_TOKEN_BYTES} characters that only its owner can read, found "
-            f"mode {stat.S_IMODE(mode):o} and {len(text)} bytes; remove it, and the next run will create another"
+            f"mode {stat.S_IMODE(mode):o} and {len(text)} bytes; remove it, and the next start will create another"
         )
     return text.decode("ascii", errors="replace")
 

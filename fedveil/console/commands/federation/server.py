@@ -1,4 +1,4 @@
-"""`fedveil server`: starts, renames, backs up or purges a server.
+"""`fedveil server`: starts a server, also as a service; renames, backs up, purges.
 
 A server is Flower's SuperLink, behind FedVeil's checks, plus the SuperExec that runs apps. Ports, certificates
 and members come from the folder made by fedveil provision. With containers, use the folder's compose file instead.
@@ -10,10 +10,12 @@ certificate for that name and rewrites the kits with the new address.
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from fedveil.console.backup import server_actions
-from fedveil.console.launch import server
+from fedveil.console.launch import server, service_install
+from fedveil.console.launch.service_notify import ServiceNotifier
 from fedveil.console.provisioning import instruction_keys, startup_kit
 from fedveil.console.provisioning.federation_folder import SiteRegistry
 from fedveil.console.provisioning.server_certificate import issue_certificate
@@ -23,14 +25,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     start = actions.add_parser("start", help="start SuperLink and SuperExec; Ctrl-C stops both")
-    start.add_argument("folder", type=Path, help="the folder made by fedveil provision")
-    start.add_argument(
-        "--listen", metavar="HOST:PORT", help="address for sites; default: all addresses of this machine, on fleet-port"
-    )
-    start.add_argument(
-        "--state-dir", type=Path, metavar="FOLDER", help="folder for the database and logs; default: server in FOLDER"
-    )
     start.set_defaults(run=_start)
+    install = actions.add_parser(
+        "install-service", help="print or write a systemd unit that runs fedveil server start with few rights"
+    )
+    install.set_defaults(run=_install_service)
+    for action in (start, install):
+        action.add_argument("folder", type=Path, help="the folder made by fedveil provision")
+        action.add_argument(
+            "--listen", metavar="HOST:PORT",
+            help="address for sites; default: all addresses of this machine, on fleet-port",
+        )  # fmt: skip
+        action.add_argument(
+            "--state-dir", type=Path, metavar="FOLDER",
+            help="folder for the database and logs; default: server in FOLDER",
+        )  # fmt: skip
+    service_install.add_service_options(install)
     rename = actions.add_parser(
         "rename", help="change the name under which sites reach the server: new certificate, kits with the new address"
     )
@@ -45,7 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _start(args: argparse.Namespace) -> int:
-    return server.run(server.resolve_server(args.folder, args.listen, args.state_dir))
+    notifier = ServiceNotifier.from_environment(os.environ, os.getpid())
+    return server.run(server.resolve_server(args.folder, args.listen, args.state_dir), notifier)
+
+
+def _install_service(args: argparse.Namespace) -> int:
+    unit = service_install.describe_server(args.folder, args.user, args.listen, args.state_dir)
+    name = SiteRegistry(args.folder).federation.name
+    return service_install.install_unit(unit, f"fedveil-server-{name}", args.out, args.folder)
 
 
 def _rename(args: argparse.Namespace) -> int:

@@ -24,6 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--port", type=int, default=8050, metavar="N", help="default: 8050; 0 = any free port")
     parser.add_argument("--host", default="127.0.0.1", help="only 127.0.0.1 is allowed")
+    parser.add_argument(
+        "--metrics-token", type=Path, metavar="FILE",
+        help="also serve /metrics for Prometheus, with the bearer token in this file, which is created if missing",
+    )  # fmt: skip
     parser.set_defaults(run=run)
 
 
@@ -34,4 +38,4 @@ def run(args: argparse.Namespace) -> int:
     print("Starting; a link will appear in a few seconds", file=sys.stderr, flush=True)
     from fedveil.console.web.apps import open_runs_dashboard
 
-    return open_runs_dashboard(args.folder, args.federation, args.host, args.port)
+    return open_runs_dashboard(args.folder, args.federation, args.host, args.port, args.metrics_token)

@@ -15,8 +15,9 @@ from fedveil.client_app.node_config import SiteConfig, parse_site
 from fedveil.console.backup import site_actions
 from fedveil.console.flower.instruction_key_files import keys_fingerprint
 from fedveil.console.flower.site_process import start_spare, write_programs
+from fedveil.console.launch import service_install, site_options
 from fedveil.console.launch import site as site_start
-from fedveil.console.launch import site_options
+from fedveil.console.launch.service_notify import ServiceNotifier
 from fedveil.console.provisioning import enrollment, kit_reader
 from fedveil.console.runs import ledger_actions, re_encrypt, unit_actions
 from fedveil.console.runs.dataset_cache import list_cached_datasets
@@ -118,6 +119,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     dashboard.add_argument("--port", type=int, default=8051, metavar="N", help="default: 8051; 0 = any free port")
     dashboard.add_argument("--host", default="127.0.0.1", help="only 127.0.0.1 is allowed")
+    dashboard.add_argument(
+        "--metrics-token", type=Path, metavar="FILE",
+        help="also serve /metrics for Prometheus, with the bearer token in this file, which is created if missing",
+    )  # fmt: skip
     dashboard.set_defaults(run=_in_own_folder(_dashboard))
     for action in (status, seal, purge, dashboard, *ledgers, *persons, *backups):
         action.add_argument(
@@ -151,6 +156,12 @@ def _starting(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         f"default: {poll_backoff.DEFAULT}; for N > 40 sites, use N / 200",
     )  # fmt: skip
     start.set_defaults(run=_start)
+    install = actions.add_parser(
+        "install-service", help="print or write a systemd unit that runs fedveil site start with few rights"
+    )
+    install.add_argument("kit", type=Path, metavar="FOLDER", help="the unpacked start-up kit, with the site's keys")
+    service_install.add_service_options(install)
+    install.set_defaults(run=_install_service)
 
 
 def _keeping(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> Sequence[argparse.ArgumentParser]:
@@ -177,7 +188,14 @@ def _keeping(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> Se
 def _start(args: argparse.Namespace) -> int:
     names = ("superlink", "ca", "key", "name", "poll-seconds", *site_start.NODE_OPTIONS)
     given = {name: getattr(args, name.replace("-", "_")) for name in names}
-    return site_start.run(site_start.resolve_site(given, args.kit, args.permit_everything))
+    notifier = ServiceNotifier.from_environment(os.environ, os.getpid())
+    return site_start.run(site_start.resolve_site(given, args.kit, args.permit_everything), notifier)
+
+
+def _install_service(args: argparse.Namespace) -> int:
+    unit = service_install.describe_site(args.kit, args.user)
+    name = f"fedveil-site-{kit_reader.read_kit(args.kit).site}"
+    return service_install.install_unit(unit, name, args.out, args.kit)
 
 
 def _in_own_folder(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -292,7 +310,10 @@ def _seal(args: argparse.Namespace) -> int:
 def _dashboard(args: argparse.Namespace) -> int:
     from fedveil.console.web import apps  # imports the web server and the plots
 
-    return apps.open_site_dashboard(args.state_dir, args.policy, args.key_file, args.host, args.port)
+    return apps.open_site_dashboard(
+        args.state_dir, args.policy, args.key_file, args.host, args.port, args.metrics_token,
+        args.kit / "ca.crt" if args.kit else None,
+    )  # fmt: skip
 
 
 def _purge(args: argparse.Namespace) -> int:
