@@ -69,7 +69,7 @@ class ShapedLine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._loop.call_soon_threadsafe(lambda: self._stopped is not None and self._stopped.set())
+        self._loop.call_soon_threadsafe(self._stop)
         self._thread.join(10.0)
 
     def stall(self, seconds: float) -> None:
@@ -84,6 +84,10 @@ class ShapedLine:
     def reset(self) -> None:
         """Break off all open connections."""
         self._loop.call_soon_threadsafe(self._break_off)
+
+    def _stop(self) -> None:
+        if self._stopped is not None:
+            self._stopped.set()
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
