@@ -194,8 +194,8 @@ def test_annotations_are_enforced_in_tests():
 
 
 def test_tests_mirror_the_rooms():
-    """Beside the rooms' own: the contract suite, live deployments, attacks on this project itself."""
-    of_their_own = {".", "attacks_on_us", "contract", "deployment"}
+    """Beside the rooms' own: the contract suite, deployments, attacks on this project, and benchmarks/check."""
+    of_their_own = {".", "attacks_on_us", "check", "contract", "deployment"}
     for tests, code in ((ROOT / "tests", ROOT), (ROOT / "benchmarks" / "tests", ROOT / "benchmarks" / "fedveil_bench")):
         folders = {p.parent.relative_to(tests).as_posix() for p in tests.rglob("test_*.py")}
         assert {f for f in folders - of_their_own if not (code / f).is_dir()} == set()
