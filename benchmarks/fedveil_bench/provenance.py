@@ -60,6 +60,8 @@ def require_provenance(file: Path, root: Path | None = None) -> None:
             f"result {file.name}: expected the code of a commit, found {len(changes)} changed files, such as "
             f"{changes[0]}; commit them, or write elsewhere with --out"
         )
+    if not any(_git(root, "rev-parse", "--verify", "--quiet", branch) for branch in _MAIN):
+        raise ConfigError(f"result {file.name}: expected a clone with main, found none; write elsewhere with --out")
     if not is_in_main(root, commit):
         raise ConfigError(
             f"result {file.name}: expected a commit in the history of main, found {commit}; merge it first, or write "
@@ -68,5 +70,8 @@ def require_provenance(file: Path, root: Path | None = None) -> None:
 
 
 def _git(root: Path | None, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
+    except FileNotFoundError:  # without a git program there is no commit to name
+        return ""
     return done.stdout.rstrip("\n") if done.returncode == 0 else ""

@@ -108,3 +108,15 @@ def test_code_that_changes_during_a_run_is_of_no_commit(root, monkeypatch):
     monkeypatch.setattr(runner, "load_runner", lambda preset: SimpleNamespace(run_benchmark=run_benchmark))
     found, _ = runner.run_preset("fedrand/quantised", runner.BenchOptions())
     assert found["commit"].endswith("+")
+
+
+def test_a_clone_without_main_is_told_so(root):
+    git(root, "branch", "--move", "release")
+    with pytest.raises(ConfigError, match="expected a clone with main, found none; write elsewhere with --out"):
+        provenance.require_provenance(result(root))
+    provenance.require_provenance(root / "elsewhere.json")
+
+
+def test_without_a_git_program_no_commit_is_named(root, monkeypatch):
+    monkeypatch.setenv("PATH", str(root))
+    assert provenance.measured_commit() == ""

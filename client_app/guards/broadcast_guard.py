@@ -202,7 +202,7 @@ class BroadcastReferenceStore:
         try:
             write_atomic(self._file, self.seal.closed([write_checksummed(content)], state_role(self._file)))
         except OSError as error:
-            raise StateError(f"{self._file}: expected to write it, found {error}; free space") from error
+            raise StateError(f"{self._file}: cannot be written: {error}; free some disk space") from error
 
 
 def _pack(tensors: Mapping[str, SketchedTensor]) -> dict[str, tuple[float, int, str]]:

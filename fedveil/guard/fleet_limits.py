@@ -38,7 +38,7 @@ MAX_RUNTIME_SECONDS = 3e6
 MAX_OPEN_REPLIES = 2  # a third drops the oldest: a refusal would lock out a site killed twice during an upload
 MAX_SPOOL_BYTES = 8 << 30  # for all sites' second open replies; each site's largest open reply has its own space
 REMEMBERED_DROPPED_REPLIES = 8  # per site: late pushes for these replies do not make the site rogue
-IDLE_SECONDS = 300.0  # two slices at once take 262 s over a 10 kB/s connection
+IDLE_SECONDS = 1200.0  # above MAX_BODY_SECONDS: a part that has not wholly arrived is no object yet
 MAX_STORAGE_ERRORS = 10  # disk or database errors while one reply is pushed; after that, the reply is refused
 STORAGE_ERROR_SECONDS = 3600.0  # time after which such errors are forgotten
 MAX_HAND_OVER_TRIES = 10
@@ -68,7 +68,7 @@ MAX_OBJECT_CALL_BYTES = 8 << 20
 MAX_ANNOUNCEMENT_CALL_BYTES = 2 << 20
 MAX_CALL_BYTES = 64 << 10
 MAX_OPEN_CALLS = 8
-MAX_BODY_SECONDS = 900.0  # two parts at once take 524 s over a 5 kB/s connection
+MAX_BODY_SECONDS = 900.0  # two slices at once take 524 s over a 5 kB/s connection
 MAX_STREAMS_OF_A_CONNECTION = 32
 
 # Lines in the control log.

@@ -1,6 +1,6 @@
 """The page about the papers: what of them is not here, and what became of each of their claims that was measured.
 
-Every figure and verdict is a sentence of a committed result. For an open claim the page also says how many seeds would
+Every figure and verdict is quoted from a committed result. For an open claim the page also says how many seeds would
 decide it, if the difference and its spread stayed as they are.
 """
 

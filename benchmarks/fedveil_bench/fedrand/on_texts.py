@@ -142,7 +142,7 @@ def _covered(claims: Sequence[Mapping[str, Any]], losses: Mapping[str, Mapping[s
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[str, Any]:
-    """Return one seed's results for `run_benchmark`, or one rate's for `choose_rates`: available rows by name."""
+    """Return a row's results by its name, for one seed (`run_benchmark`) or one learning rate (`choose_rates`)."""
     measures = dict(_rows(settings, seed, options) if "chosen" in settings else _trials(settings, seed, options))
     names = {_name(settings, asked): asked[0] for asked in measures}
     named = {_name(settings, asked): partial(_measured, measure) for asked, measure in measures.items()}

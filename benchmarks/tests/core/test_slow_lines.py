@@ -63,5 +63,5 @@ def test_a_run_over_a_slow_line_completes(speed, breaks, tmp_path):
     for line in carried.values():
         if breaks:
             assert line["breaks"] >= 3
-        else:  # one connection for polls and one for what is large, from the first call to the last
-            assert line["connections"] == 2
+        else:  # one for polls, and one for what is large, which is opened anew after a minute without a part
+            assert line["connections"] <= 2 + CONFIG["run.rounds"]

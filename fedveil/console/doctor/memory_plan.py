@@ -184,7 +184,7 @@ class PlannedRun:
 
 
 def plan_lines(planned: PlannedRun, on: MachineResources, rows: int, there: int = 0) -> Iterator[str]:
-    """Yield the plan's lines, for a site with `rows` examples; 0 means `there`, the number in its data, if known."""
+    """Yield the plan's lines for a site with `rows` examples, or if that is 0, with `there`, as in its data."""
     plan, shape, config = planned.memory(on), meta_model.build_meta_model(planned.settings), planned.config
     parts = ", ".join(f"{name} {count:,}" for name, count in shape.parts.items())
     yield f"Plan computed from config.json: {planned.settings.kind}, {shape.parameters:,} parameters ({parts})"

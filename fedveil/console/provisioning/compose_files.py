@@ -132,7 +132,7 @@ volumes:
 """
 
 _SITE = """\
-# Site {site} of {federation}. Opens one connection, to {superlink}; publishes no port.
+# Site {site} of {federation}. Connects to {superlink} alone; publishes no port.
 name: fedveil-{project}
 {head}services:
   init:                       # docker compose run --rm -T init >request.json: makes this site's keys and request

@@ -5,7 +5,7 @@ interceptor runs before Flower's, and its handler starts as soon as the headers 
 
 Formal guarantees, for a server patched by `patch_grpc_server`:
 - a call waits for its body only after its key was found in the registry and its signature and time were verified;
-- a key has at most 8 such open calls, each for at most 300 s until its body has arrived;
+- a key has at most 8 such open calls, each for at most 15 minutes until its body has arrived;
 - a caller that finds no free thread waits for one: no caller gets RESOURCE_EXHAUSTED because of others' open calls.
 
 | a call | answer |
@@ -15,7 +15,7 @@ Formal guarantees, for a server patched by `patch_grpc_server`:
 | with a registered key and a wrong signature | UNAUTHENTICATED |
 | the same, with a valid signature over a time too far from the server's | UNAVAILABLE, with the difference |
 | the ninth with the same key | the key's oldest call ends with UNAVAILABLE |
-| no body after 300 s, or the stream ends without a body | UNAVAILABLE |
+| no body after 15 minutes, or the stream ends without a body | UNAVAILABLE |
 | a body of more than 64 KiB (2 MiB for PushMessages, 8 MiB for PushObject) | PERMISSION_DENIED |
 | a body that is not a request | INVALID_ARGUMENT |
 

@@ -12,7 +12,7 @@ of the body, and it reads the body before Flower sees the request:
 | a key that members.json does not permit | 412 with the reason when its SuperNode starts, later 401 |
 | members.json cannot be read | 503: its SuperNode retries |
 | the ninth open call with the same key and no body yet | the key's oldest call gets 503 |
-| no body after 300 s | 503 |
+| no body after 15 minutes | 503 |
 | anything else | from Flower, which checks the signature again and that the key belongs to the calling node |
 
 Flower's router uses the same path. The kernel, not a header, determines a connection's port.

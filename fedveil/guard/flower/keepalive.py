@@ -18,6 +18,9 @@ Afterwards there is one connection attempt every `AGAIN` seconds at most. Heartb
 gRPC would also send pings of its own to measure the line, and then let ever more bytes be under way. Where routers
 queue, it measures the queue. Instead, each end says how many bytes of a call may be under way: `WINDOW_BYTES`.
 
+Between rounds the data connection carries nothing, and a firewall may forget it. After `IDLE_SECONDS` it is closed, and
+the next part opens a new one.
+
 Pings are sent only during an open request, and at most two without data between them. A gRPC server treats
 more pings as abuse.
 """
@@ -33,6 +36,7 @@ SECONDS = 15.0
 TIMEOUT = 10.0
 AGAIN = 10.0
 DATA_TIMEOUT = 300.0  # two parts at once, with both windows full, at 5 kB/s: 210 s
+IDLE_SECONDS = 60.0  # firewalls keep a silent connection for four minutes or more
 DATA_CALLS = ("GetFab", "PullObject", "PushObject")
 WINDOW_BYTES = 512 * 1024  # 40 Mbit/s for each call over 100 ms
 WINDOW_OPTIONS = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", WINDOW_BYTES))
@@ -48,6 +52,7 @@ def patch_supernode_keepalive(
         *WINDOW_OPTIONS,
     )
     control, data = ((*every, *ping_options(limit)) for limit in (timeout, data_timeout))
+    data = (*data, ("grpc.client_idle_timeout_ms", round(1000 * IDLE_SECONDS)))
     for name in ("secure_channel", "insecure_channel"):
         setattr(grpc, name, _with(getattr(grpc, name), control, data))
 
