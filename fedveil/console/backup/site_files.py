@@ -24,10 +24,11 @@ from pathlib import Path
 from fedveil.client_app.state.client_state import NOT_RUNS, SECURE
 from fedveil.client_app.state.data_sets import PREPARED
 from fedveil.errors import StateError
+from fedveil.privacy.ledger import RESTORING
 
 __all__ = ["STAGING", "SiteFiles", "is_site_file", "list_site_files", "run_of_secure_file"]
 
-STAGING = ".restoring"  # holds the files of a restore until all of them are there
+STAGING = RESTORING  # holds the files of a restore until all of them are in their places
 _WORD = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 _KNOWN = re.compile(
     r"audit-log(-\d{1,18}-\d{1,18})?\.jsonl"
@@ -41,7 +42,7 @@ _REASONS = {
     PREPARED: "prepared examples: made again when needed",
     **dict.fromkeys(NOT_RUNS, _PROGRAMS),
 }
-_OF_ONE_START = re.compile(r".*\.(lock|running|superexec|part)|restored|restored-runs")
+_OF_ONE_START = re.compile(r".*\.(lock|running|superexec|part|unchecked)|restored|restored-runs")
 _SHOWN = 5
 _RUN_PARTS = 3  # RUN/SITE/FILE
 
