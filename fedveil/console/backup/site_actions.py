@@ -51,10 +51,12 @@ def _back_up(args: argparse.Namespace) -> int:
     with report_disk_errors(args.to):
         found, size, sha256 = back_up_site(args.state_dir, args.to)
     print(f"{args.to}: {len(found.files):,} files, {size:,} bytes, SHA-256 {sha256}")
-    print("it has the ledger, the audit log, copies of policies, withdrawn units, and each run's private state")
+    print(
+        "it has the ledger, the audit log, copies of policies, withdrawn units, and each run's private state and secret"
+    )
     for reason in found.left_out:
         print(f"left out: {sanitize(reason, 400)}")
-    print("left out: keys, key file, policy and kit, which are not in the state folder; keep copies of the keys apart")
+    print("left out: keys, key file, policy and kit; keep copies of the keys apart")
     return 0
 
 
@@ -82,6 +84,10 @@ def _restore(args: argparse.Namespace) -> int:
         )
     if done.must_recover:
         print("next: fedveil site ledger recover DATA, until which this site trains in no run")
+        if not done.has_ledger:
+            print(
+                "instead, if DATA was charged since: fedveil site ledger adopt DATA --lost, as there is no ledger here"
+            )
     if any(name.startswith(".withdrawn/") for name in done.written):
         print(f"next: withdraw again the units that were withdrawn since {done.made}")
     return 0

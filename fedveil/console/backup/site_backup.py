@@ -65,6 +65,7 @@ KIND = "site"
 _SERVED = "/served.json"
 _ANY = PrivacyBudget(math.inf, 1e-5, Adjacency.REPLACE_ONE)  # reading a ledger that exists does not use it
 _MOST_NOTE = 1 << 20  # bytes of a node config
+_MOST_LEDGER = 8 << 20  # bytes of a ledger; each is read whole, and takes many times its size in memory
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class RestoredSite:
         different: those that were not used although they differ from the site's, which nothing shows to be newer.
         closed: the runs that are closed at this site, at once or by `recover`, as RUN/SITE.
         must_recover: whether the site must run `site ledger recover` before its next run.
+        has_ledger: whether the restored folder has a ledger; else `recover` is refused for data with another's mark.
         log: what became of the audit log, as a sentence.
         is_log_unchecked: whether the audit log may lack lines that the server has seen.
     """
@@ -106,6 +108,7 @@ class RestoredSite:
     different: tuple[str, ...]
     closed: tuple[str, ...]
     must_recover: bool
+    has_ledger: bool
     log: str
     is_log_unchecked: bool
 
@@ -131,6 +134,7 @@ def back_up_site(state: Path, target: Path) -> tuple[SiteFiles, int, str]:
             raise ConfigError(f"--state-dir: expected a site's state folder, found nothing to back up in {state}")
         if audit_log.NAME in found.files:
             audit_log.verify_log(found.files[audit_log.NAME])  # a damaged one is continued first: fedveil log rotate
+        _require_ledgers({name: path.stat().st_size for name, path in found.files.items()})
         size, sha256 = write_archive(target.expanduser(), KIND, found.files, found.secure)
     return found, size, sha256
 
@@ -176,6 +180,7 @@ def restore_site(file: Path, state: Path, checks: RestoreChecks) -> RestoredSite
     state = state.expanduser()
     with BackupArchive.open(file, KIND, is_site_file) as archive:
         _require_notes(archive)
+        _require_ledgers({name: member.size for name, member in archive.files.items()})
         secure = _secure_runs(archive)
         if (free := shutil.disk_usage(_existing(state)).free) < archive.size:
             raise ConfigError(f"{state}: expected {archive.size:,} free bytes for the backup, found {free:,}")
@@ -216,7 +221,8 @@ def _restore_held(archive: BackupArchive, state: Path, checks: RestoreChecks, se
     different = {name for name in kept - same if not _is_judged(name)}
     return RestoredSite(
         archive.made, archive.sha256, tuple(written), tuple(sorted(kept - different)), tuple(sorted(different)),
-        tuple(runs), open_ledger(state).is_restored, words, is_unchecked(state / audit_log.NAME),
+        tuple(runs), open_ledger(state).is_restored, bool(ledger_files(state)), words,
+        is_unchecked(state / audit_log.NAME),
     )  # fmt: skip
 
 
@@ -235,6 +241,15 @@ def _require_notes(archive: BackupArchive) -> None:
             parse_site(tomllib.loads(archive.read(name).decode()))
         except (ConfigError, ValueError, RecursionError) as error:
             raise ConfigError(f"backup: {name}: expected a site's node config, found another file ({error})") from None
+
+
+def _require_ledgers(sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError for a ledger, or a list of withdrawn units, too large to be read back; by their bytes."""
+    for name, size in sizes.items():
+        if name.startswith((f"{LEDGER}/", f"{WITHDRAWN}/")) and size > _MOST_LEDGER:
+            raise ConfigError(
+                f"backup: {name}: expected at most {_MOST_LEDGER:,} bytes, found {size:,}; nothing was written"
+            )
 
 
 def _secure_runs(archive: BackupArchive) -> frozenset[str]:
@@ -306,10 +321,15 @@ def _compare_witness(folder: Path, data: Path, checks: RestoreChecks) -> None:
         )
     is_behind = mark.changes > len(stored.heads) or stored.heads[mark.changes - 1] != mark.head
     if is_behind and not checks.accepts_older:
+        after = (
+            "site ledger recover counts the most that may have been charged since"
+            if stored.tag
+            else "site ledger adopt DATA --lost counts epsilon over all runs as infinite, because it has no ledger"
+        )
         raise ConfigError(
             f"--data: expected a backup with change {mark.changes} of the ledger, which {data} has seen, found "
             f"{len(stored.heads)}; nothing was restored: use a newer backup, or restore this one with --older, after "
-            "which fedveil site ledger recover counts the most that may have been charged since"
+            f"which fedveil {after}"
         )
 
 

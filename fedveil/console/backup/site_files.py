@@ -9,7 +9,9 @@
 | the notes of `fedveil site start` (node config, federation) | locks, secrets of one start, logs, the programs' own
   folders, parts of interrupted writes |
 
-Keys are not in the state folder. Links are refused, never followed: a link may lead to a file of another owner.
+Without a key file, the secrets of runs and the keys of old ledgers (`.ledger/NAME.key`) in a backup are plain. No other
+key is in it: a site without `signing-key` in its node config has its signing key in `.signing`. Links are refused,
+never followed: a link may lead to a file of another owner.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ _REASONS = {
     **dict.fromkeys(NOT_RUNS, _PROGRAMS),
 }
 _OF_ONE_START = re.compile(r".*\.(lock|running|superexec|part|unchecked)|restored|restored-runs")
+_SIGNING = ".signing"  # client_app/secure_round.py
 _SHOWN = 5
 _RUN_PARTS = 3  # RUN/SITE/FILE
 
@@ -89,6 +92,8 @@ def list_site_files(state: Path) -> SiteFiles:
             elif path.name == SECURE and len(path.relative_to(state).parts) == _RUN_PARTS:
                 reasons[_REASONS[SECURE]] += 1
                 secure.append(name)
+            elif path.parent == state / _SIGNING:
+                reasons[f"signing key STATE/{name}: copy it apart"] += 1
             elif path.name in _REASONS:
                 reasons[_REASONS[path.name]] += 1
             elif not _OF_ONE_START.fullmatch(path.name):

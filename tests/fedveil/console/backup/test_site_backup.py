@@ -128,6 +128,8 @@ def test_it_has_the_state_and_says_what_it_leaves_out(site, capsys):
     policy = site.folder / "site-policy.toml"
     policy.write_text("min-examples = 20\n")
     digest = keep_copy(site.state, str(policy))
+    (site.state / ".signing").mkdir()
+    (site.state / ".signing" / "north.key").write_bytes(b"k" * 32)
     before = contents(site.state)
     target = site.folder / "backup.tar"
     assert main(["site", "backup", "--state-dir", str(site.state), "--to", str(target)]) == 0
@@ -135,6 +137,7 @@ def test_it_has_the_state_and_says_what_it_leaves_out(site, capsys):
     assert stat.S_IMODE(target.stat().st_mode) == 0o600
     assert "secure.json: a restored copy could sign a list twice" in stdout
     assert "left out: keys, key file, policy and kit" in stdout
+    assert "left out: signing key STATE/.signing/north.key: copy it apart" in stdout
     assert "not a site's: own.txt, pilot-1/north/tap/x" in stdout
     shutil.rmtree(site.state)
     assert main(["site", "restore", str(target), "--state-dir", str(site.state)]) == 0
@@ -210,12 +213,16 @@ def test_nothing_lost_needs_a_mark(site):
     assert site.covers()
 
 
-def test_a_backup_from_before_the_first_charge_needs_adopt(site):
+def test_a_backup_from_before_the_first_charge_needs_adopt(site, capsys):
     """It has no ledger, so the data folder's mark is of a lost one."""
     site.back_up()
     site.charge("a")
     shutil.rmtree(site.state)
-    assert site.restore().must_recover
+    with pytest.raises(ConfigError, match="with --older, after which fedveil site ledger adopt DATA --lost"):
+        site.restore(data=site.data)
+    where = ["--state-dir", str(site.state), "--data", str(site.data), "--older"]
+    assert main(["site", "restore", str(site.backups[0]), *where]) == 0
+    assert "instead, if DATA was charged since: fedveil site ledger adopt DATA --lost" in capsys.readouterr().out
     assert site.recover() == 2
     assert site.recover("--nothing-lost") == 2
     with pytest.raises(StateError, match="recover DATA"):
@@ -594,6 +601,16 @@ def test_a_node_config_that_is_none_is_refused(site, tmp_path):
     (tmp_path / "north.toml").write_text('nonsense = "/etc/passwd"\n')
     write_archive(tmp_path / "backup.tar", "site", {"north.toml": tmp_path / "north.toml"})
     with pytest.raises(ConfigError, match=r"north\.toml: expected a site's node config"):
+        restore_site(tmp_path / "backup.tar", tmp_path / "new", RestoreChecks())
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", [".ledger/ledger.json", ".ledger/old.key", ".withdrawn/units.json"])
+def test_a_ledger_too_large_to_be_one_is_refused(tmp_path, name):
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate((8 << 20) + 1)
+    write_archive(tmp_path / "backup.tar", "site", {name: tmp_path / "large"})
+    with pytest.raises(ConfigError, match="expected at most 8,388,608 bytes"):
         restore_site(tmp_path / "backup.tar", tmp_path / "new", RestoreChecks())
     assert not (tmp_path / "new").exists()
 
