@@ -25,6 +25,8 @@ only one of them gets it.
   in between, they are migrated twice |
 | the folder was restored from a backup (`.ledger/restored` is there) | LedgerError: nothing is charged until
   `site ledger recover` has counted what may be missing, or found that nothing is |
+| a restore was interrupted (`.restoring` is next to the ledger's folder) | LedgerError: nothing is charged, recovered
+  or adopted until `site restore` has run again |
 | two processes of one site | one waits for the other: the ledger is locked while it changes |
 | the site has a key file | the ledger is encrypted (fedveil.encrypted_files) |
 
@@ -38,6 +40,7 @@ import fcntl
 import hashlib
 import json
 import math
+import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -72,9 +75,10 @@ from fedveil.privacy.ledger_account import (
 )
 from fedveil.records.atomic_files import read_checksummed, write_atomic, write_checksummed
 
-__all__ = ["LedgerWitness", "PrivacyLedger", "RunCharger", "StoredAccount", "WitnessMark"]
+__all__ = ["RESTORING", "LedgerWitness", "PrivacyLedger", "RunCharger", "StoredAccount", "WitnessMark"]
 
 FILE = "ledger.json"
+RESTORING = ".restoring"  # next to the ledger's folder, from the start of a restore to its end
 _RESTORED = "restored"  # a mark next to the ledger, from a restore until `recover`; its suffix is not that of a ledger
 _VERSION = 4
 _OLD_VERSIONS = (1, 2, 3)  # one file per site name, with a history of each record
@@ -204,8 +208,22 @@ class PrivacyLedger:
         """
         write_atomic(self._restored, b"")
 
+    def require_whole(self) -> None:
+        """Raise LedgerError if a restore was interrupted, so that files of the state folder may be missing."""
+        staging = self._folder.with_name(RESTORING)
+        if os.path.lexists(staging):
+            raise LedgerError(
+                f"{staging}: expected none, found one: a restore is in progress or was interrupted, and files may be "
+                "missing here; run fedveil site restore with the same backup again. Without that backup, move the "
+                "state folder away and keep it, and restore another one into an empty folder"
+            )
+
     def require_recovered(self) -> None:
-        """Raise LedgerError if the ledger comes from a backup and nobody has said yet what may be missing."""
+        """Raise LedgerError if the ledger comes from a backup and nobody has said yet what may be missing.
+
+        Also raises it if the restore was interrupted.
+        """
+        self.require_whole()
         if self.is_restored:
             raise LedgerError(
                 f"{self._folder}: expected a ledger that is up to date, found one that was restored from a backup, "
@@ -222,6 +240,7 @@ class PrivacyLedger:
             StateError: the ledger was not restored, or the witness knows of another last change, or of none.
         """
         with self._locked(), witness.lock():
+            self.require_whole()
             if not self.is_restored:
                 raise StateError(
                     f"{self._folder}: expected a ledger restored by fedveil site restore, found one in use; leave out "
@@ -249,6 +268,7 @@ class PrivacyLedger:
             BudgetError, StateError: like `charge`; also for another ledger's witness.
         """
         with self._locked(), witness.lock():
+            self.require_whole()
             stored, old = self._read(own)
             mark = witness.read()
             if mark is not None and mark.tag != stored.tag:
@@ -273,7 +293,8 @@ class PrivacyLedger:
             other: that ledger; None if it is lost, in which case an open entry stands for it.
 
         Raises:
-            BudgetError, StateError: like `charge`; also if `other` is not the ledger that the witness names.
+            BudgetError, StateError: like `charge`; also if `other` is not the ledger that the witness names, or was
+                restored and not recovered.
         """
         both = [self] if other is None else sorted((self, other), key=lambda one: str(one._path))
         if len({one._path.resolve() for one in both}) < len(both):
@@ -281,6 +302,9 @@ class PrivacyLedger:
         with contextlib.ExitStack() as stack:
             for ledger in both:
                 stack.enter_context(ledger._locked())
+            self.require_whole()
+            if other is not None:
+                other.require_recovered()  # otherwise what it may lack would never be counted
             stack.enter_context(witness.lock())
             stored, old = self._read(own)
             mark = witness.read()

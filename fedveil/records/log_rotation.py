@@ -14,6 +14,9 @@ Line numbers and hashes continue, so anchors in the old file stay valid, and oth
 | damaged elsewhere | its last line; the damaged lines are recorded |
 | its last line is complete but damaged, or the file is lost | an anchor held by another party, which must be given |
 
+    audit-log.unchecked    there if the log comes from a backup and was not compared with the server's anchor: what is
+                           appended to it now would contradict lines that the server may have seen
+
 A process that dies in between leaves the log unchanged or continued: the new file takes the old name in one step.
 """
 
@@ -29,11 +32,27 @@ from fedveil.records import audit_log
 from fedveil.records.atomic_files import link_atomic, write_atomic
 from fedveil.records.audit_log import LogHead
 
-__all__ = ["rotate_log"]
+__all__ = ["is_unchecked", "mark_checked", "mark_unchecked", "rotate_log"]
 
 _ASK = "fedveil log anchor OTHER --site NAME prints it at the server, then fedveil log rotate FILE --after LINES:HASH"
+_UNCHECKED = ".unchecked"
 _LEAST_LINE = 170  # bytes of the shortest line: two hashes of 64 hex digits, a time, and the keys
 _MOST_PARTS = 1000  # maximum number of damaged parts to list; more are listed as one
+
+
+def mark_unchecked(file: Path) -> None:
+    """Note that a log comes from a backup, and was not compared with an anchor. Raises OSError."""
+    write_atomic(file.with_suffix(_UNCHECKED), b"")
+
+
+def is_unchecked(file: Path) -> bool:
+    """Return whether a log comes from a backup, and was not compared with an anchor."""
+    return file.with_suffix(_UNCHECKED).exists()
+
+
+def mark_checked(file: Path) -> None:
+    """Note that a log was compared with an anchor. Raises OSError."""
+    file.with_suffix(_UNCHECKED).unlink(missing_ok=True)
 
 
 def rotate_log(file: Path, after: LogHead | None = None) -> tuple[Path | None, LogHead]:
@@ -63,6 +82,8 @@ def rotate_log(file: Path, after: LogHead | None = None) -> tuple[Path | None, L
                 _keep(file, old)
             line, head = audit_log.continued_line(end, about | _clock(file))
             write_atomic(file, line)
+            if after is not None:
+                mark_checked(file)
     except OSError as error:
         raise StateError(f"{file}: cannot continue the audit log: {error}; fix that first") from error
     return old, head

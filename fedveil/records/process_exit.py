@@ -84,13 +84,15 @@ def lock_folder(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def hold_unused(folder: Path) -> Iterator[bool]:
+def hold_unused(folder: Path, *, creates: bool = True) -> Iterator[bool]:
     """Yield True if no process uses a run folder; then none can begin to use it inside the `with` block.
 
-    A folder without a lock file, which has never been used, is not held. Raises OSError.
+    A folder without a lock file, such as one restored from a backup, gets one; but not with `creates=False`, with which
+    a process may begin to use it. Raises OSError.
     """
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if creates else 0)
+        descriptor = os.open(folder / LOCK, flags, 0o600)
     except FileNotFoundError:
         yield True
         return

@@ -9,7 +9,8 @@
 | is truncated, has bytes after its end, or a header with a wrong checksum | ConfigError |
 | has a member that is a link, folder, device, sparse file, or anything but a regular file | ConfigError |
 | has a name twice, a name that its reader does not know, or one that is also another's folder | ConfigError |
-| has more than `MAX_FILES` members, a name above 512 bytes, or a manifest above 64 MiB | ConfigError |
+| has more than `MAX_FILES` members, a name above 512 bytes, or a manifest that is longer than its members need |
+  ConfigError |
 | and its manifest differ in a name, a size or a digest | ConfigError |
 | is of another kind or version | ConfigError |
 | changes after the check | StateError when the changed member is used |
@@ -27,7 +28,7 @@ import os
 import re
 import stat
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import BufferedReader
@@ -43,7 +44,10 @@ __all__ = ["MAX_FILES", "ArchivedFile", "BackupArchive", "open_regular", "write_
 MANIFEST = "fedveil-backup.json"
 MAX_FILES = 100_000
 _VERSION = 1
-_MAX_NAME, _MAX_MANIFEST = 512, 64 << 20  # bytes
+_MAX_NAME = 512  # bytes
+# Most bytes of a manifest: a base, and for each member its name, escaped, with size and digest, and as much again for a
+# name in "left-out". It is bounded because Python needs about 45 bytes for a byte of JSON such as "[],".
+_MANIFEST_BASE, _ESCAPED, _ABOUT = 64 << 10, 6, 128
 _BLOCK, _RECORD, _PIECE = tarfile.BLOCKSIZE, tarfile.RECORDSIZE, 1 << 20
 
 
@@ -146,6 +150,10 @@ def _header(name: str, size: int, is_public: bool) -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT)
 
 
+def _most_manifest(names: Iterable[str]) -> int:
+    return _MANIFEST_BASE + sum(2 * (_ESCAPED * len(name.encode()) + _ABOUT) for name in names)
+
+
 class BackupArchive:
     """A backup that was read whole and found to be sound.
 
@@ -230,8 +238,8 @@ class BackupArchive:
                 self._refuse("the files that a backup of this kind has", shown)
             if name in members:
                 self._refuse("each name once", f"{shown} twice")
-            if name == MANIFEST and info.size > _MAX_MANIFEST:
-                self._refuse(f"a list of at most {_MAX_MANIFEST:,} bytes", f"one of {info.size:,}")
+            if name == MANIFEST and info.size > (most := _most_manifest(members)):
+                self._refuse(f"a list of at most {most:,} bytes", f"one of {info.size:,}")
             if len(members) > MAX_FILES:
                 self._refuse(f"at most {MAX_FILES:,} files", "more")
             offset, digest, left = self._file.tell(), hashlib.sha256(), info.size

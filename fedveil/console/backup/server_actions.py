@@ -63,6 +63,7 @@ def _back_up(args: argparse.Namespace) -> int:
         done = back_up_server(places, args.to, None if args.all_runs else args.runs)
     print(f"{args.to}: {done.files:,} files, {done.bytes:,} bytes, SHA-256 {done.sha256}")
     print("it has the server's private keys and the owner's token: whoever reads it can pose as this server")
+    print("a run in progress: the database has its sites' uploads of the current round, as objects of Flower")
     for reason in done.left_out:
         print(f"left out: {sanitize(reason, 400)}")
     return 0

@@ -8,11 +8,13 @@
 
 | case | result |
 |---|---|
-| a run that a ServerApp uses | it stays |
-| a run folder with a link in it | it stays: no link is followed or removed |
+| a run that a ServerApp uses | it is kept |
+| a run folder with a link in it | it is kept: no link is followed or removed |
 | a run that has not ended | listed as such: without its checkpoint it cannot be resumed |
 
-The runs' audit log records each purge before it begins.
+| a run or a reply that has changed since it was listed | it is kept |
+
+The runs' audit log records each run and each reply before it is removed.
 """
 
 from __future__ import annotations
@@ -72,12 +74,17 @@ class PurgeableRun:
 
 @dataclass(frozen=True)
 class PurgeableReply:
-    """The objects of an incomplete reply: their folder, bytes, age in days, and why they stay, or ""."""
+    """The objects of an incomplete reply: their folder, bytes, last change, and why they are kept, or ""."""
 
     folder: Path
     bytes: int
-    days: float
+    last: float
     why: str = ""
+
+    @property
+    def days(self) -> float:
+        """Return the days since something in it last changed."""
+        return (time.time() - self.last) / DAY
 
 
 def list_purgeable_runs(runs: Path) -> list[PurgeableRun]:
@@ -92,15 +99,25 @@ def list_purgeable_replies(spool: Path) -> list[PurgeableReply]:
         is_reply = _SPOOL.fullmatch(folder.relative_to(spool).as_posix()) and folder.is_dir()
         if not is_reply or folder.is_symlink() or folder.parent.is_symlink():
             continue
-        about = [folder.lstat()]
-        try:
-            about += [known for path in walk_files(folder) if (known := _stat(path)) is not None]
-            why = ""
-        except StateError as error:
-            why = str(error)
-        last, size = max(one.st_mtime for one in about), sum(one.st_size for one in about[1:])
-        replies.append(PurgeableReply(folder, size, (time.time() - last) / DAY, why))
+        if (reply := _seen_reply(folder)) is not None:
+            replies.append(reply)
     return replies
+
+
+def _seen_reply(folder: Path) -> PurgeableReply | None:
+    """Return what there is of a reply; None if it is gone."""
+    top = _stat(folder)
+    if top is None:
+        return None
+    about, why = [top], ""
+    try:
+        about += [known for path in walk_files(folder) if (known := _stat(path)) is not None]
+    except StateError as error:
+        if _stat(folder) is None:
+            return None
+        why = str(error)
+    last, size = max(one.st_mtime for one in about), sum(one.st_size for one in about[1:])
+    return PurgeableReply(folder, size, last, why)
 
 
 def offer_server_purge(
@@ -126,32 +143,34 @@ def offer_server_purge(
         raise ConfigError(f"--run: expected a run folder in {places.runs}, found none named {min(unknown)!r}")
     chosen = [run for run in there if (run.folder.name in names if names else run.files or run.why)]
     chosen = [run for run in chosen if older_than is None or run.days >= older_than]
-    goes = [run for run in chosen if not run.why and run.files]
+    removable = [run for run in chosen if not run.why and run.files]
     least = max(days, _LEAST_SPOOL_DAYS)
     replies = [] if names else [one for one in list_purgeable_replies(places.state / "spool") if one.days >= least]
     for run in chosen:
-        print(f"{'stays' if run.why else 'goes':<6}{_line(run)}{f': {sanitize(run.why, 400)}' if run.why else ''}")
+        print(f"{'keep' if run.why else 'remove':<7}{_line(run)}{f': {sanitize(run.why, 400)}' if run.why else ''}")
     for reply in (one for one in replies if one.why):
-        print(f"stays {sanitize(reply.folder)}: {sanitize(reply.why, 400)}")
+        print(f"keep   {sanitize(reply.folder)}: {sanitize(reply.why, 400)}")
     replies = [one for one in replies if not one.why]
     for reply in replies:
-        print(f"goes  {sanitize(reply.folder)}, {reply.bytes:,} bytes, objects of a reply that never became complete")
-    if not goes and not replies:
+        print(f"remove {sanitize(reply.folder)}, {reply.bytes:,} bytes, objects of a reply that never became complete")
+    if not removable and not replies:
         print("nothing to remove")
         return 0
     if agreed is None or not agreed():
         print("nothing was removed")
         return 0 if agreed is None else 1
-    removed = [run for run in goes if _purge(run, places.runs)]
-    for reply in replies:
-        shutil.rmtree(reply.folder)
-    for run in goes:
+    removed = [run for run in removable if _purge(run, places.runs)]
+    removed_replies = [reply for reply in replies if _purge_reply(reply, places.runs)]
+    for run in removable:
         if run not in removed:
-            print(f"stays {_line(run)}: it began to run in the meantime")
-    size = sum(run.bytes for run in removed) + sum(reply.bytes for reply in replies)
+            print(f"keep   {_line(run)}: it began to run in the meantime")
+    for reply in replies:
+        if reply not in removed_replies:
+            print(f"keep   {sanitize(reply.folder)}: it changed or was removed in the meantime")
+    size = sum(run.bytes for run in removed) + sum(reply.bytes for reply in removed_replies)
     print(
-        f"removed files of {len(removed)} runs and {len(replies)} replies, {size:,} bytes; models, cards, metrics and "
-        "logs stay"
+        f"removed files of {len(removed)} runs and {len(removed_replies)} replies, {size:,} bytes; models, cards, "
+        "metrics and logs are kept"
     )
     return 0
 
@@ -166,7 +185,7 @@ def _seen(folder: Path) -> PurgeableRun:
     goes = tuple(path for path in abouts if _is_removed(path.relative_to(folder)))
     sizes = {(abouts[path].st_dev, abouts[path].st_ino): abouts[path].st_size for path in goes}
     last = max((about.st_mtime for path, about in abouts.items() if path.name != process_exit.LOCK), default=0.0)
-    with process_exit.hold_unused(folder) as is_free:
+    with process_exit.hold_unused(folder, creates=False) as is_free:  # a list alone changes nothing
         why = "" if is_free else "it is running"
     return replace(run, files=goes, bytes=sum(sizes.values()), last=last, why=why)
 
@@ -203,11 +222,22 @@ def _purge(run: PurgeableRun, runs: Path) -> bool:
         about = {"run": run.folder.name, "files": len(run.files), "bytes": run.bytes}
         audit_log.append_entry(runs / audit_log.NAME, "purged", about)
         for path in run.files:
-            path.unlink()
+            path.unlink(missing_ok=True)
         for folder in _empty_first(run.files, run.folder):
             with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
     return True
+
+
+def _purge_reply(reply: PurgeableReply, runs: Path) -> bool:
+    """Remove a reply's objects; return False if they changed since they were listed. Raises StateError or OSError."""
+    if _seen_reply(reply.folder) != reply:
+        return False
+    name = "/".join(reply.folder.parts[-2:])
+    audit_log.append_entry(runs / audit_log.NAME, "purged", {"reply": name, "bytes": reply.bytes})
+    with contextlib.suppress(FileNotFoundError):  # the server removes an object that it no longer needs
+        shutil.rmtree(reply.folder)
+    return not reply.folder.exists()
 
 
 def _seen_files(folder: Path) -> set[Path]:

@@ -51,10 +51,12 @@ def _back_up(args: argparse.Namespace) -> int:
     with report_disk_errors(args.to):
         found, size, sha256 = back_up_site(args.state_dir, args.to)
     print(f"{args.to}: {len(found.files):,} files, {size:,} bytes, SHA-256 {sha256}")
-    print("it has the ledger, the audit log, copies of policies, withdrawn units, and each run's private state")
+    print(
+        "it has the ledger, the audit log, copies of policies, withdrawn units, and each run's private state and secret"
+    )
     for reason in found.left_out:
         print(f"left out: {sanitize(reason, 400)}")
-    print("left out: keys, key file, policy and kit, which are not in the state folder; keep copies of the keys apart")
+    print("left out: keys, key file, policy and kit; keep copies of the keys apart")
     return 0
 
 
@@ -67,20 +69,33 @@ def _restore(args: argparse.Namespace) -> int:
     print(f"{args.state_dir}: {len(done.written):,} files restored from the backup of {done.made}")
     print(f"SHA-256 of the backup: {done.sha256}; compare it with the one that fedveil site backup printed")
     if done.kept:
-        more = f" and {len(done.kept) - _SHOWN} more" if len(done.kept) > _SHOWN else ""
-        print(f"kept as they are, because the backup's are not newer: {', '.join(done.kept[:_SHOWN])}{more}")
+        print(f"kept, because the backup's are equal or older: {_listed(done.kept)}")
+    if done.different:
+        print(f"kept, not compared, although the backup's are different: {_listed(done.different)}")
+    if done.closed:
+        by = "fedveil site ledger recover closes" if done.must_recover else "closed at this site"
+        print(f"{by}, because later rounds may have been served: {_listed(done.closed)}")
     print(f"data folder: {f'compared with the mark in {data}' if data else 'not compared; none was given with --data'}")
     print(done.log)
     if done.is_log_unchecked:
         print(
-            "next: ask the operator for fedveil log anchor SERVER-LOG --site NAME; if it has more lines, run fedveil "
-            "log rotate audit-log.jsonl --after LINES:HASH here, before the site starts"
+            "next: ask the operator for fedveil log anchor SERVER-LOG --site NAME, and run fedveil log rotate "
+            "audit-log.jsonl --after LINES:HASH here, before the site starts"
         )
     if done.must_recover:
         print("next: fedveil site ledger recover DATA, until which this site trains in no run")
+        if not done.has_ledger:
+            print(
+                "instead, if DATA was charged since: fedveil site ledger adopt DATA --lost, as there is no ledger here"
+            )
     if any(name.startswith(".withdrawn/") for name in done.written):
         print(f"next: withdraw again the units that were withdrawn since {done.made}")
     return 0
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{sanitize(', '.join(names[:_SHOWN]), 2000)}{more}"
 
 
 def _data_of_kit(kit: Path | None) -> Path | None:

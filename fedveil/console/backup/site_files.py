@@ -9,7 +9,9 @@
 | the notes of `fedveil site start` (node config, federation) | locks, secrets of one start, logs, the programs' own
   folders, parts of interrupted writes |
 
-Keys are not in the state folder. Links are refused, never followed: a link may lead to a file of another owner.
+Without a key file, the secrets of runs and the keys of old ledgers (`.ledger/NAME.key`) in a backup are plain. No other
+key is in it: a site without `signing-key` in its node config has its signing key in `.signing`. Links are refused,
+never followed: a link may lead to a file of another owner.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from pathlib import Path
 from fedveil.client_app.state.client_state import NOT_RUNS, SECURE
 from fedveil.client_app.state.data_sets import PREPARED
 from fedveil.errors import StateError
+from fedveil.privacy.ledger import RESTORING
 
 __all__ = ["STAGING", "SiteFiles", "is_site_file", "list_site_files", "run_of_secure_file"]
 
-STAGING = ".restoring"  # holds the files of a restore until all of them are there
+STAGING = RESTORING  # holds the files of a restore until all of them are in their places
 _WORD = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 _KNOWN = re.compile(
     r"audit-log(-\d{1,18}-\d{1,18})?\.jsonl"
@@ -41,7 +44,8 @@ _REASONS = {
     PREPARED: "prepared examples: made again when needed",
     **dict.fromkeys(NOT_RUNS, _PROGRAMS),
 }
-_OF_ONE_START = re.compile(r".*\.(lock|running|superexec|part)|restored|restored-runs")
+_OF_ONE_START = re.compile(r".*\.(lock|running|superexec|part|unchecked)|restored|restored-runs")
+_SIGNING = ".signing"  # client_app/secure_round.py
 _SHOWN = 5
 _RUN_PARTS = 3  # RUN/SITE/FILE
 
@@ -88,6 +92,8 @@ def list_site_files(state: Path) -> SiteFiles:
             elif path.name == SECURE and len(path.relative_to(state).parts) == _RUN_PARTS:
                 reasons[_REASONS[SECURE]] += 1
                 secure.append(name)
+            elif path.parent == state / _SIGNING:
+                reasons[f"signing key STATE/{name}: copy it apart"] += 1
             elif path.name in _REASONS:
                 reasons[_REASONS[path.name]] += 1
             elif not _OF_ONE_START.fullmatch(path.name):

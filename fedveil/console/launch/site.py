@@ -323,7 +323,8 @@ def run(start: SiteLauncher, notifier: ServiceNotifier | None = None) -> int:
     open_ledger(state).require_recovered()
     require_usable(start)
     processes = ProcessGroup(state / "logs")
-    with site_lock.hold_site_lock(state, name, processes):
+    with site_lock.hold_folder(state, to_restore=False), site_lock.hold_site_lock(state, name, processes):
+        open_ledger(state).require_recovered()  # a restore may have ended since
         return _taken(start, processes, notifier or ServiceNotifier())
 
 

@@ -4,6 +4,8 @@
 
 The kernel releases the lock when the holder ends for any reason. Processes that the holder started may
 survive and keep serving. They have inherited the token, which identifies them.
+
+    <state folder>/restore.lock   locked (flock) by a restore alone, or by the folder's running sites together
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from fedveil import paths
 from fedveil.console.flower.processes import ProcessGroup, find_marked_processes
 from fedveil.errors import ConfigError
 
+RESTORE_LOCK = "restore.lock"
 _MOST_BYTES = 4096
 
 
@@ -57,6 +60,31 @@ def hold_site_lock(state: Path, name: str, processes: ProcessGroup) -> Iterator[
         file.write(json.dumps({"pid": os.getpid(), "token": processes.token}).encode())
         file.flush()
         yield
+
+
+@contextmanager
+def hold_folder(state: Path, *, to_restore: bool) -> Iterator[None]:
+    """Hold a state folder for a restore alone, or together with its other sites.
+
+    Raises ConfigError if a restore, or for a restore a site, holds it, or if the lock cannot be opened.
+    """
+    state_folder(state)
+    try:
+        descriptor = os.open(state / RESTORE_LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise _unusable(state, error) from None
+    try:
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_EX if to_restore else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            found = "a running site, or another restore" if to_restore else "a restore in progress"
+            raise ConfigError(
+                f"--state-dir: expected no other program that uses {state}, found {found}; wait until it has ended, "
+                "or stop it"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)  # releases the lock
 
 
 def _noted(file: str) -> dict[str, object]:

@@ -15,6 +15,7 @@ from fedveil.encrypted_files import FileSeal
 from fedveil.errors import ConfigError
 from fedveil.privacy.ledger_account import AccountEntry, Party, SiteAccount
 from fedveil.records import audit_log
+from fedveil.records.log_rotation import is_unchecked as is_unchecked_log
 from fedveil.sanitize import sanitize
 
 _Action = Callable[[argparse.Namespace], int]
@@ -93,6 +94,7 @@ def _adopt(args: argparse.Namespace) -> int:
         raise ConfigError(f"--from: expected a state folder with a ledger, found none in {args.other}; use --lost")
     other = None if args.lost else open_ledger(args.other, FileSeal.from_key_file(args.other_key_file))
     ledger, witness = open_ledger(args.state_dir, FileSeal.from_key_file(site.key_file)), _witness(args.data, "")
+    ledger.require_whole()
     if ledger.is_restored:
         close_noted_runs(args.state_dir)  # before the ledger may permit runs again
     added = ledger.adopt(policies.load_policy(site).budget, witness, other)
@@ -106,6 +108,7 @@ def _recover(args: argparse.Namespace) -> int:
     site = site_of_folder(args.state_dir, args.policy, args.key_file)
     ledger = open_ledger(args.state_dir, FileSeal.from_key_file(site.key_file))
     own, witness = policies.load_policy(site).budget, _witness(args.data, site.data_set)
+    ledger.require_whole()
     was_restored = ledger.is_restored
     closed = close_noted_runs(args.state_dir, args.nothing_lost)  # before the ledger permits runs again
     if args.nothing_lost:
@@ -114,10 +117,17 @@ def _recover(args: argparse.Namespace) -> int:
     else:
         done = ledger.recover(own, witness)
     forget_noted_runs(args.state_dir)
-    if was_restored:
+    log = args.state_dir.expanduser() / audit_log.NAME
+    is_unchecked = was_restored and is_unchecked_log(log)
+    if was_restored and not is_unchecked:
         about = {"lost": "nothing, as the site says" if args.nothing_lost else "unknown", "closed": closed}
-        audit_log.append_entry(args.state_dir.expanduser() / audit_log.NAME, "recovered", about)
+        audit_log.append_entry(log, "recovered", about)
     print(f"recovered: {done}{f'; {closed} runs closed at this site' if closed else ''}")
+    if is_unchecked:
+        print(
+            "not recorded in the audit log, which was not compared with the server's anchor; before the site starts: "
+            "fedveil log rotate audit-log.jsonl --after LINES:HASH"
+        )
     return 0
 
 

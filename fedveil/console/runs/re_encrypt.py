@@ -40,8 +40,10 @@ def re_encrypt_files(state_dir: Path, old: FileSeal, new: FileSeal) -> list[Path
 
     Raises:
         ConfigError: a worker or a client round is running.
-        StateError: a file is neither unencrypted nor encrypted with one of the two keys, or has been changed.
+        StateError: a file is neither unencrypted nor encrypted with one of the two keys, or has been changed, or a
+            restore was interrupted.
     """
+    open_ledger(state_dir).require_whole()
     if running := [worker for worker in list_workers(state_dir) if worker.card.owner.runs()]:
         raise ConfigError(
             f"--state-dir: expected no site running there, found worker {running[0].card.pid}; stop the site first"

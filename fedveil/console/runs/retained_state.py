@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fedveil.client_app.state.client_state import NOT_RUNS, SECURE, ClientStateStore
+from fedveil.client_app.state.client_state import NOT_RUNS, SECURE, ClientStateStore, open_ledger
 from fedveil.client_app.state.replay_guard import ReplayGuard
 from fedveil.console.runs.dataset_cache import list_cached_datasets, remove_cached
 from fedveil.console.runs.workers import WorkerStatus, list_workers
@@ -115,6 +115,7 @@ def offer_purge(state_dir: Path, names: Sequence[str], older_than: float | None,
         raise ConfigError("--older-than: expected a number of days, or --run NAME, found neither; set one of them")
     if older_than is not None and not older_than >= 0:
         raise ConfigError(f"--older-than: expected a number of days, at least 0, found {older_than}")
+    open_ledger(state_dir).require_whole()
     there, days = list_retained(state_dir), older_than or 0.0
     if unknown := set(names) - {run.run for run in there}:
         raise ConfigError(

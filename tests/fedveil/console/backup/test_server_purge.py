@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from fedveil.console.backup import server_purge
 from fedveil.console.main import main
+from fedveil.errors import StateError
 from fedveil.records import audit_log, process_exit
 from fedveil.records.atomic_files import link_atomic
 
@@ -66,7 +68,7 @@ def test_it_removes_what_it_lists_and_nothing_else(pilot, capsys):
               for path in (pilot / name).rglob("*") if path.is_file() and reply not in path.parents}  # fmt: skip
     assert purge(pilot, "--older-than", "30", "--dry-run") == 0
     assert (listed := capsys.readouterr().out).startswith(
-        "goes  old: 700 bytes in 7 files, last changed 40.0 days ago\n"
+        "remove old: 700 bytes in 7 files, last changed 40.0 days ago\n"
     )
     assert f"{reply}, 3 bytes, objects of a reply that never became complete" in listed
     assert "nothing was removed" in listed
@@ -81,7 +83,8 @@ def test_it_removes_what_it_lists_and_nothing_else(pilot, capsys):
     assert not reply.exists()
     assert new_reply.exists()
     assert {path: path.read_bytes() for path in others} == others
-    (line,) = audit_log.read_log(pilot / "runs" / audit_log.NAME)
+    line, of_reply = audit_log.read_log(pilot / "runs" / audit_log.NAME)
+    assert (of_reply["event"], of_reply["reply"], of_reply["bytes"]) == ("purged", REPLY, 3)
     assert (line["event"], line["run"], line["files"], line["bytes"]) == ("purged", "old", 7, 700)
     age(old, 40)
     assert purge(pilot, "--older-than", "30", "--yes") == 0
@@ -110,10 +113,10 @@ def test_a_running_run_stays_and_one_that_has_not_ended_is_named(pilot, capsys, 
     lock = process_exit.lock_folder(running)
     assert purge(pilot, "--older-than", "0", "--run", "running", "--run", "failed", "--yes") == 0
     stdout = capsys.readouterr().out
-    assert "stays running: 700 bytes in 7 files" in stdout
+    assert "keep   running: 700 bytes in 7 files" in stdout
     assert ": it is running" in stdout
     assert (
-        "goes  failed: 700 bytes in 7 files, last changed 40.0 days ago, has not completed: it cannot be res" in stdout
+        "remove failed: 700 bytes in 7 files, last changed 40.0 days ago, has not completed: it cannot be res" in stdout
     )
     assert files_of(running) == {*GOES, *STAYS}
     assert files_of(failed) == set(STAYS)
@@ -122,7 +125,7 @@ def test_a_running_run_stays_and_one_that_has_not_ended_is_named(pilot, capsys, 
     monkeypatch.setattr(server_purge, "list_purgeable_runs", lambda runs: [run])
     lock = process_exit.lock_folder(running)  # it begins between the list and the removal
     assert purge(pilot, "--run", "running", "--yes") == 0
-    assert "stays running: 700 bytes in 7 files, last changed" in (stdout := capsys.readouterr().out)
+    assert "keep   running: 700 bytes in 7 files, last changed" in (stdout := capsys.readouterr().out)
     assert "it began to run in the meantime" in stdout
     assert files_of(running) == {*GOES, *STAYS}
     os.close(lock)
@@ -148,9 +151,9 @@ def test_no_link_is_followed(pilot, tmp_path, capsys):
     fresh.mkdir(parents=True)  # a site may still be sending it
     assert purge(pilot, "--older-than", "0", "--yes") == 0
     stdout = capsys.readouterr().out
-    assert "stays linked" in stdout
+    assert "keep   linked" in stdout
     assert "found a link, which is not followed" in stdout
-    assert f"stays {other}" in stdout
+    assert f"keep   {other}" in stdout
     assert "nothing to remove" in stdout
     assert purge(pilot, "--run", "whole", "--yes") == 2
     assert files_of(outside) == {"id", "checkpoint.safetensors", "tap/00000.0.north.up"}
@@ -173,3 +176,54 @@ def test_what_cannot_be_recorded_is_not_removed(pilot, capsys):
     assert purge(pilot, "--run", "old", "--yes") == 2
     assert "log rotate" in capsys.readouterr().err
     assert files_of(folder) == {*GOES, *STAYS}
+
+
+@pytest.mark.parametrize("change", ["grows", "is gone", "is gone half way"])
+def test_a_reply_that_changes_in_the_meantime_is_not_removed_as_it_was_listed(pilot, capsys, monkeypatch, change):
+    reply = pilot / "server" / "spool" / REPLY
+    reply.mkdir(parents=True)
+    (reply / "object").write_bytes(b"abc")
+    age(reply, 40)
+
+    def answer(prompt: str) -> str:
+        if change == "grows":
+            (reply / "new").write_bytes(b"d")
+        elif change == "is gone":
+            shutil.rmtree(reply)
+        return "y"
+
+    if change == "is gone half way":
+
+        def remove(folder: Path, *, rmtree=shutil.rmtree) -> None:
+            rmtree(folder)
+            raise FileNotFoundError(folder)
+
+        monkeypatch.setattr(server_purge.shutil, "rmtree", remove)
+    monkeypatch.setattr("builtins.input", answer)
+    assert purge(pilot, "--older-than", "30") == 0
+    stdout = capsys.readouterr().out
+    if change == "is gone half way":
+        assert "0 runs and 1 replies, 3 bytes" in stdout
+    else:
+        assert f"keep   {reply}: it changed or was removed in the meantime" in stdout
+        assert not (pilot / "runs" / audit_log.NAME).exists()
+    assert reply.exists() == (change == "grows")
+
+
+def test_a_run_without_a_lock_file_cannot_begin_meanwhile(pilot, monkeypatch):
+    """As after `fedveil server restore`, which restores no lock."""
+    folder = lay(pilot, "old", 40)
+    (folder / "lock").unlink()
+    assert purge(pilot, "--run", "old", "--dry-run") == 0
+    assert not (folder / "lock").exists()
+    recording = audit_log.append_entry
+
+    def begin(*arguments) -> None:
+        monkeypatch.setattr(process_exit, "_TRIES", 1)
+        with pytest.raises(StateError, match="expected no other ServerApp"):
+            process_exit.lock_folder(folder)
+        recording(*arguments)
+
+    monkeypatch.setattr(server_purge.audit_log, "append_entry", begin)
+    assert purge(pilot, "--run", "old", "--yes") == 0
+    assert files_of(folder) == set(STAYS)

@@ -31,6 +31,7 @@ from fedveil.console.runs.workers import WorkerStatus
 from fedveil.contract.privacy import Adjacency, PrivacyBudget, Step
 from fedveil.encrypted_files import FileSeal, make_key
 from fedveil.errors import BudgetError, ConfigError, PolicyError, StateError
+from fedveil.privacy.ledger import PrivacyLedger
 from fedveil.privacy.ledger_account import Party, RunTerms
 from fedveil.records import audit_log
 from fedveil.records.audit_log import LogHead
@@ -97,9 +98,10 @@ class Site:
         return all(used[run] >= steps for run, steps in self.true.items())
 
     def back_up(self) -> Path:
-        self.backups.append(self.folder / f"backup-{len(self.backups)}.tar")
-        back_up_site(self.state, self.backups[-1])
-        return self.backups[-1]
+        file = self.folder / f"backup-{len(self.backups)}.tar"
+        back_up_site(self.state, file)
+        self.backups.append(file)
+        return file
 
     def restore(self, number: int = -1, **checks) -> site_backup.RestoredSite:
         return restore_site(self.backups[number], self.state, RestoreChecks(self.seal, **checks))
@@ -117,7 +119,8 @@ def site(tmp_path) -> Site:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != site_lock.RESTORE_LOCK)
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def test_it_has_the_state_and_says_what_it_leaves_out(site, capsys):
@@ -125,6 +128,8 @@ def test_it_has_the_state_and_says_what_it_leaves_out(site, capsys):
     policy = site.folder / "site-policy.toml"
     policy.write_text("min-examples = 20\n")
     digest = keep_copy(site.state, str(policy))
+    (site.state / ".signing").mkdir()
+    (site.state / ".signing" / "north.key").write_bytes(b"k" * 32)
     before = contents(site.state)
     target = site.folder / "backup.tar"
     assert main(["site", "backup", "--state-dir", str(site.state), "--to", str(target)]) == 0
@@ -132,6 +137,7 @@ def test_it_has_the_state_and_says_what_it_leaves_out(site, capsys):
     assert stat.S_IMODE(target.stat().st_mode) == 0o600
     assert "secure.json: a restored copy could sign a list twice" in stdout
     assert "left out: keys, key file, policy and kit" in stdout
+    assert "left out: signing key STATE/.signing/north.key: copy it apart" in stdout
     assert "not a site's: own.txt, pilot-1/north/tap/x" in stdout
     shutil.rmtree(site.state)
     assert main(["site", "restore", str(target), "--state-dir", str(site.state)]) == 0
@@ -140,12 +146,13 @@ def test_it_has_the_state_and_says_what_it_leaves_out(site, capsys):
     assert "rotate audit-log.jsonl --after" in stdout
     after = contents(site.state)
     run = "pilot-1/north"
+    marks = {".ledger/restored", ".ledger/restored-runs", "audit-log.unchecked"}
     there = {
         "audit-log.jsonl", ".ledger/ledger.json", ".withdrawn/units.json", f".policies/{digest}.toml", "north.toml",
         "north.federation", f"{run}/secret", f"{run}/served.json", f"{run}/received.json",
         f"{run}/turn-{'1' * 16}.safetensors",
     }  # fmt: skip
-    assert {name for name in after if name not in (".ledger/restored", ".ledger/restored-runs")} == there
+    assert {name for name in after if name not in marks} == there
     assert {name: after[name] for name in there} == {name: before[name] for name in there}
     assert stat.S_IMODE((site.state / run / "secret").stat().st_mode) == 0o600
     assert stat.S_IMODE(site.state.stat().st_mode) == 0o700
@@ -156,7 +163,7 @@ def test_a_site_restored_on_an_empty_machine_trains_in_no_run_until_its_person_h
     site.back_up()
     site.charge("a")
     shutil.rmtree(site.state)
-    assert site.restore().must_recover
+    assert site.restore(anchor=LogHead()).must_recover
     for run in ("a", "b"):
         with pytest.raises(StateError, match="site ledger recover DATA"):
             site.charge(run)
@@ -206,12 +213,16 @@ def test_nothing_lost_needs_a_mark(site):
     assert site.covers()
 
 
-def test_a_backup_from_before_the_first_charge_needs_adopt(site):
+def test_a_backup_from_before_the_first_charge_needs_adopt(site, capsys):
     """It has no ledger, so the data folder's mark is of a lost one."""
     site.back_up()
     site.charge("a")
     shutil.rmtree(site.state)
-    assert site.restore().must_recover
+    with pytest.raises(ConfigError, match="with --older, after which fedveil site ledger adopt DATA --lost"):
+        site.restore(data=site.data)
+    where = ["--state-dir", str(site.state), "--data", str(site.data), "--older"]
+    assert main(["site", "restore", str(site.backups[0]), *where]) == 0
+    assert "instead, if DATA was charged since: fedveil site ledger adopt DATA --lost" in capsys.readouterr().out
     assert site.recover() == 2
     assert site.recover("--nothing-lost") == 2
     with pytest.raises(StateError, match="recover DATA"):
@@ -254,6 +265,205 @@ def test_a_run_whose_served_rounds_were_lost_is_closed_at_once(site):
     assert not site.restore().must_recover
     with pytest.raises(PolicyError, match="restored its record"):
         ReplayGuard(site.state / "pilot-1" / "north").check(5, 9, 3)
+
+
+def test_the_longer_list_of_withdrawn_units_stays_or_is_taken(site):
+    units = site.state / ".withdrawn" / "units.json"
+    monday = units.read_bytes()
+    older = site.back_up()
+    WithdrawalRecord.open(site.state).add("8", "patient")
+    site.back_up()
+    tuesday = units.read_bytes()
+    units.write_bytes(monday)  # rolled back
+    assert ".withdrawn/units.json" in site.restore().written
+    assert units.read_bytes() == tuesday
+    done = restore_site(older, site.state, RestoreChecks())
+    assert ".withdrawn/units.json" in done.kept
+    assert units.read_bytes() == tuesday
+    units.write_bytes(monday)
+    WithdrawalRecord.open(site.state).add("9", "patient")  # neither list contains the other
+    own = units.read_bytes()
+    for content in (own, b"damaged"):
+        units.write_bytes(content)
+        with pytest.raises(StateError, match="withdraw again"):
+            site.restore()
+        assert units.read_bytes() == content
+    units.unlink()
+    WithdrawalRecord.open(site.state).add("7", "patient")  # another key: no entry can be compared
+    with pytest.raises(StateError, match="withdraw again"):
+        site.restore()
+    assert not (site.state / ".restoring").exists()
+
+
+@pytest.mark.parametrize("is_rolled_back", [True, False])
+def test_a_run_whose_served_rounds_differ_is_closed_and_what_is_not_compared_is_named(site, capsys, is_rolled_back):
+    site.charge("a")
+    ledger, served = site.state / ".ledger" / "ledger.json", ReplayGuard(site.state / "pilot-2" / "north")
+    served.count(2, 9, 3)
+    monday, monday_ledger = (served.folder / "served.json").read_bytes(), ledger.read_bytes()
+    served.count(3, 9, 3)
+    site.charge("a")
+    target = site.back_up()
+    (served.folder / "served.json").write_bytes(monday)
+    (site.state / "pilot-1" / "north" / "secret").write_text("another")
+    if is_rolled_back:
+        ledger.write_bytes(monday_ledger)
+    assert main(["site", "restore", str(target), "--state-dir", str(site.state)]) == 0
+    stdout = capsys.readouterr().out
+    assert "kept, not compared, although the backup's are different: pilot-1/north/secret, pilot-2/north/s" in stdout
+    if is_rolled_back:
+        assert "recover closes, because later rounds may have been served: pilot-1/north, pilot-2/north" in stdout
+        assert site.recover("--nothing-lost") == 0  # the rounds of Monday are not the backup's
+    else:
+        assert "closed at this site, because later rounds may have been served: pilot-2/north" in stdout
+    with pytest.raises(PolicyError, match="restored its record"):
+        served.check(3, 9, 3)
+
+
+def test_a_run_that_has_ended_is_closed_too(site):
+    """A resume may extend it, and without its secure.json the site could serve its last round again."""
+    ended = ReplayGuard(site.state / "pilot-1" / "north")
+    ended.count(8, 9, 3)
+    assert ended.ended
+    site.charge("a")
+    site.back_up()
+    shutil.rmtree(site.state)
+    site.restore()
+    assert site.recover("--nothing-lost") == 0
+    with pytest.raises(PolicyError, match="restored its record"):
+        ended.check(9, 20, 3)
+
+
+@pytest.mark.parametrize("places", range(5))
+def test_an_interrupted_restore_permits_nothing_until_it_is_run_again(site, monkeypatch, capsys, places):
+    site.charge("a")
+    site.back_up()
+    shutil.rmtree(site.state)
+    replace, count = site_backup.os.replace, 0
+
+    def die(source, target):
+        nonlocal count
+        if ".restoring" in str(source) and not Path(source).name.endswith(".part"):
+            count += 1
+            if count > places:
+                raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(site_backup.os, "replace", die)
+        with pytest.raises(KeyboardInterrupt):
+            site.restore()
+    assert (site.state / ".withdrawn" / "units.json").exists() == (places > 0)
+    assert not (site.state / ".ledger" / "ledger.json").exists()
+    for words in (("site", "ledger", "adopt", str(site.data), "--lost"), ("site", "purge", "--older-than", "0"),
+                  ("site", "backup", "--to", str(site.folder / "other.tar")),
+                  ("site", "seal", "--key-file", str(site.folder / "key"))):  # fmt: skip
+        (site.folder / "key").unlink(missing_ok=True)
+        make_key(site.folder / "key")
+        assert main([*words, "--state-dir", str(site.state)]) == 2
+        assert "a restore is in progress or was interrupted" in capsys.readouterr().err
+    assert site.recover() == 2
+    assert site.recover("--nothing-lost") == 2
+    with pytest.raises(StateError, match="interrupted"):
+        site.charge("b")
+    other = site.folder / "other.tar"
+    write_archive(other, "site", {".ledger/ledger.json": site.folder / "key"})
+    with pytest.raises((StateError, ConfigError)):  # it does not clear the mark of the first one
+        restore_site(other, site.state, RestoreChecks(data=site.data))
+    assert (site.state / ".restoring").exists()
+    assert site.restore().must_recover
+    assert not (site.state / ".restoring").exists()
+    assert WithdrawalRecord.open(site.state).read().covers("patient", "7")
+    assert site.recover() == 0
+    assert site.covers()
+
+
+def test_a_restore_writes_through_no_link_in_place_of_its_own_folder(site, tmp_path):
+    site.back_up()
+    (tmp_path / "elsewhere").mkdir()
+    (site.state / ".restoring").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StateError, match="found a link"):
+        site.restore()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    with pytest.raises(StateError, match="interrupted"):
+        site.back_up()
+
+
+def test_a_restored_ledger_is_neither_adopted_nor_backed_up_before_it_is_recovered(site, tmp_path):
+    site.charge("a")
+    site.back_up()
+    site.charge("a")
+    shutil.rmtree(site.state)
+    site.restore()
+    with pytest.raises(StateError, match="site ledger recover DATA"):
+        site.back_up()
+    (site.data / ID_FILE).unlink()
+    witness = FolderWitness.open(site.data, "")
+    witness.write(open_ledger(site.state).read(OWN).mark)
+    new = open_ledger(tmp_path / "new")
+    with pytest.raises(StateError, match="site ledger recover DATA"):
+        new.adopt(OWN, witness, open_ledger(site.state))
+    assert site.recover() == 0
+    assert new.adopt(OWN, witness, open_ledger(site.state)) == 2
+    site.back_up()
+
+
+def test_one_restore_at_a_time_and_none_beside_a_site(site, monkeypatch):
+    site.back_up()
+    placing = site_backup._continue_log
+
+    def meanwhile(*arguments):
+        with pytest.raises(ConfigError, match="another restore"):
+            site.restore()
+        with pytest.raises(StateError, match="a restore is in progress"):
+            site_start.run(starting)
+        with monkeypatch.context() as looked_before:
+            looked_before.setattr(PrivacyLedger, "require_recovered", lambda ledger: None)
+            with pytest.raises(ConfigError, match="a restore in progress"):
+                site_start.run(starting)
+        return placing(*arguments)
+
+    def restore_first(start):
+        site.restore()
+
+    node = site_start.parse_site({"state-dir": str(site.state)})
+    starting = site_start.SiteLauncher("s:1", site.data, site.data, node, 1.0)
+    monkeypatch.setattr(site_start, "require_usable", lambda start: None)
+    monkeypatch.setattr(site_start, "_taken", lambda *arguments: pytest.fail("it goes on"))
+    with monkeypatch.context() as patched:
+        patched.setattr(site_backup, "_continue_log", meanwhile)
+        site.restore()
+    shutil.rmtree(site.state)
+    monkeypatch.setattr(site_start, "require_usable", restore_first)
+    with pytest.raises(StateError, match="site ledger recover DATA"):
+        site_start.run(starting)
+    with site_lock.hold_folder(site.state, to_restore=False):
+        with site_lock.hold_folder(site.state, to_restore=False):
+            pass  # another site in the same folder
+        with pytest.raises(ConfigError, match="a running site"):
+            site.restore()
+
+
+@pytest.mark.parametrize("way", ["rotate", "restore"])
+def test_recover_leaves_a_log_alone_that_the_servers_anchor_may_contradict(site, capsys, way):
+    site.charge("a")
+    site.back_up()
+    site.charge("a")
+    anchor = audit_log.log_head(site.log)
+    shutil.rmtree(site.state)
+    site.restore()
+    before = site.log.read_bytes()
+    assert site.recover() == 0
+    assert "not recorded in the audit log" in capsys.readouterr().out
+    assert site.log.read_bytes() == before
+    site.restore()
+    assert site.log.read_bytes() == before
+    if way == "rotate":
+        assert main(["log", "rotate", str(site.log), "--after", str(anchor)]) == 0
+    else:
+        site.restore(anchor=anchor, accepts_older=True)
+    audit_log.verify_log(site.log, [anchor])
+    assert not (site.state / "audit-log.unchecked").exists()
 
 
 def test_an_older_ledger_at_the_site_is_replaced_and_another_one_is_refused(site, tmp_path):
@@ -391,6 +601,16 @@ def test_a_node_config_that_is_none_is_refused(site, tmp_path):
     (tmp_path / "north.toml").write_text('nonsense = "/etc/passwd"\n')
     write_archive(tmp_path / "backup.tar", "site", {"north.toml": tmp_path / "north.toml"})
     with pytest.raises(ConfigError, match=r"north\.toml: expected a site's node config"):
+        restore_site(tmp_path / "backup.tar", tmp_path / "new", RestoreChecks())
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", [".ledger/ledger.json", ".ledger/old.key", ".withdrawn/units.json"])
+def test_a_ledger_too_large_to_be_one_is_refused(tmp_path, name):
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate((8 << 20) + 1)
+    write_archive(tmp_path / "backup.tar", "site", {name: tmp_path / "large"})
+    with pytest.raises(ConfigError, match="expected at most 8,388,608 bytes"):
         restore_site(tmp_path / "backup.tar", tmp_path / "new", RestoreChecks())
     assert not (tmp_path / "new").exists()
 
