@@ -36,8 +36,8 @@ def write_atomic(path: Path, data: bytes | Iterable[Bytes], keep: Path | None = 
     """Replace a file atomically: after a crash or power failure, readers find the complete old file or the new one.
 
     Only the owner can read the file; a file that root writes belongs to the folder's owner. When this returns, the file
-    and its name are on disk. Partial files left by killed writers are removed. Other users, such as the carrier of relay
-    files, may write to the folder: a link is replaced and never followed, and only regular files are opened.
+    and its name are on disk. Partial files left by killed writers are removed. Other users, such as the carrier of
+    relay files, may write to the folder: a link is replaced and never followed, and only regular files are opened.
 
     Args:
         data: the new content, possibly in parts, such as those from `FileSeal.closed`.
