@@ -35,9 +35,9 @@ _NOT_LEFT = (errno.ENOENT, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO)
 def write_atomic(path: Path, data: bytes | Iterable[Bytes], keep: Path | None = None) -> None:
     """Replace a file atomically: after a crash or power failure, readers find the complete old file or the new one.
 
-    Only the owner can read the file. When this returns, the file and its name are on disk. Partial files left by killed
-    writers are removed. Other users, such as the carrier of relay files, may write to the folder: a link is replaced
-    and never followed, and only regular files are opened.
+    Only the owner can read the file; a file that root writes belongs to the folder's owner. When this returns, the file
+    and its name are on disk. Partial files left by killed writers are removed. Other users, such as the carrier of
+    relay files, may write to the folder: a link is replaced and never followed, and only regular files are opened.
 
     Args:
         data: the new content, possibly in parts, such as those from `FileSeal.closed`.
@@ -118,11 +118,34 @@ def _new_partial(path: Path) -> tuple[Path, int]:
     """
     while True:
         partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(8)}.part")
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        descriptor = _create_owned(partial)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             return partial, descriptor
         os.close(descriptor)  # another writer took it for a killed writer's file and removed it before the lock
+
+
+def _create_owned(file: Path) -> int:
+    """Create a file readable only by its owner, and return its descriptor; a file that root creates gets the folder's.
+
+    Otherwise a command that an administrator runs as root would lock a service out of its own files. The owner is read
+    from the folder in which the file was created, so exchanging the folder for a link gives no file elsewhere away.
+    """
+    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(file.name, flags, 0o600, dir_fd=folder)
+        try:
+            owner = os.fstat(folder).st_uid
+            if os.geteuid() == 0 and os.fstat(descriptor).st_uid != owner:
+                os.fchown(descriptor, owner, -1)
+        except OSError:
+            os.unlink(file.name, dir_fd=folder)
+            os.close(descriptor)
+            raise
+        return descriptor
+    finally:
+        os.close(folder)
 
 
 def _remove_left(path: Path, own: Path) -> None:

@@ -255,7 +255,7 @@ class _Programs:
         """Return which program ended, or that the SuperLink does not complete a TLS handshake; "" if all is well."""
         if reason := self.reason():
             return reason
-        why = checks.find_handshake_fault(self.server.control_port, self.server.folder / "server" / "ca.crt")
+        why = checks.find_handshake_fault(self.server.control_port)
         return f"its SuperLink does not answer at the control port: {why}" if why else ""
 
     def start_again(self) -> None:

@@ -19,6 +19,8 @@ __all__ = ["add_service_options", "describe_server", "describe_site", "install_u
 _PROGRAM = ("-P", "-m", "fedveil.console.main")
 _SYSTEM = Path("/etc/systemd/system")
 _HOME = "~"
+_FIRST_PORT = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")  # for IPv6 too
+_FIRST_PORT_BY_DEFAULT = 1024
 
 
 def add_service_options(parser: argparse.ArgumentParser) -> None:
@@ -30,21 +32,24 @@ def add_service_options(parser: argparse.ArgumentParser) -> None:
 
 
 def describe_server(folder: Path, user: str, listen: str | None = None, state: Path | None = None) -> ServiceUnit:
-    """Return the service that runs `fedveil server start`. Raises ConfigError for a wrong folder or address."""
-    name, own = SiteRegistry(folder).federation.name, folder.absolute()
+    """Return the service that runs `fedveil server start`. Raises ConfigError for a wrong folder, address or port."""
+    federation, own = SiteRegistry(folder).federation, folder.absolute()
     command = [*_program(), "server", "start", str(own)]
+    fleet_port = federation.fleet_port
     if listen is not None:
         try:
-            checks.parse_address(listen)
+            _, fleet_port = checks.parse_address(listen)
         except ValueError as error:
             raise ConfigError(f"--listen: {error}; write it as 0.0.0.0:9092") from None
         command += ["--listen", listen]
+    for what, port in (("--listen" if listen else "fleet-port", fleet_port), ("control-port", federation.control_port)):
+        _require_unprivileged(what, port)
     writes = [own]
     if state is not None:
         command += ["--state-dir", str(state.absolute())]
         writes.append(state.absolute())
     return ServiceUnit(
-        title=f"FedVeil server of {name}",
+        title=f"FedVeil server of {federation.name}",
         command=tuple(command),
         user=user,
         watched="both of its programs run and the server answers on this machine",
@@ -89,6 +94,7 @@ def describe_site(kit: Path, user: str) -> ServiceUnit:
         watched="its SuperNode and SuperExec run, and the server hears the site or cannot be reached",
         writes=tuple(writes),
         reads=_read_paths([*writes, *files, *([data] if data else [])]),
+        keeps_trying=True,
     )
 
 
@@ -117,7 +123,26 @@ def install_unit(unit: ServiceUnit, name: str, out: Path | None, folder: Path) -
         f"sudo systemctl enable --now {file}",
     ]
     print("next:", *steps, sep="\n  ", file=sys.stderr)
+    print(
+        f"run every later command for this folder as its user: sudo -u {unit.user} fedveil ...; a file that another "
+        "user writes may lock the service out",
+        file=sys.stderr,
+    )
     return 0
+
+
+def _require_unprivileged(what: str, port: int) -> None:
+    """Raise ConfigError for a port that the kernel gives only to programs with a right that the service lacks."""
+    try:
+        first = int(_FIRST_PORT.read_text())
+    except FileNotFoundError:  # another system, or a kernel without this setting
+        first = _FIRST_PORT_BY_DEFAULT
+    if port < first:
+        raise ConfigError(
+            f"{what}: expected a port from {first}, because the service has no right to open a lower one, found "
+            f"{port}; choose another, or permit it to all programs: sysctl net.ipv4.ip_unprivileged_port_start={port}, "
+            "and in /etc/sysctl.d for the next boot"
+        )
 
 
 def _program() -> tuple[str, ...]:

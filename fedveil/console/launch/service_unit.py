@@ -33,9 +33,10 @@ Description={title}
 # The machine's network first. The program itself waits for the other end, however long that takes.
 Wants=network-online.target
 After=network-online.target
-# The program restarts what it supervises. If it ends itself, systemd starts it again, at most 30 times in two hours.
-StartLimitIntervalSec=2h
-StartLimitBurst=30
+# The disks of these files and folders first too.
+{mounts}
+# The program restarts what it supervises. If it ends itself, systemd starts it again,
+{limit}
 
 [Service]
 # The program reports when it is up. Its children cannot report in its name.
@@ -48,7 +49,7 @@ TimeoutStartSec=10min
 # Without a report, it is stopped as below and started again.
 WatchdogSec={watchdog}
 WatchdogSignal=SIGTERM
-# A minute between starts, so that a cause outside this machine has time to go away.
+# A minute between starts, so that the cause has time to go away.
 Restart=on-failure
 RestartSec=1min
 # Only the program gets the signal. Like Ctrl-C, it stops its processes in order and ends with code 130.
@@ -85,15 +86,18 @@ PrivateTmp=yes
 # TCP to the other end and between the processes; Unix sockets to the worker and systemd; netlink lists this machine's
 # interfaces, which torch needs when several processes train together.
 RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
+# Not needed: new namespaces, real-time scheduling, and the system calls of another system or processor. Each has helped
+# attackers to reach flaws in the kernel, or to take all of the processor's time.
 RestrictNamespaces=yes
 RestrictRealtime=yes
 LockPersonality=yes
+SystemCallArchitectures=native
+# Not needed either: to change the kernel's settings, modules, control groups or host name, or to read its log.
 ProtectKernelTunables=yes
 ProtectKernelModules=yes
 ProtectKernelLogs=yes
 ProtectControlGroups=yes
 ProtectHostname=yes
-SystemCallArchitectures=native
 # Left out on purpose:
 # MemoryDenyWriteExecute: torch's CPU kernels are compiled at run time, and a convolution fails with it.
 # PrivateDevices, ProtectClock: either one hides the GPUs. No capability is left that could set the clock.
@@ -103,6 +107,15 @@ SystemCallArchitectures=native
 [Install]
 WantedBy=multi-user.target
 """
+
+
+_LIMIT = """\
+# at most 30 times in two hours.
+StartLimitIntervalSec=2h
+StartLimitBurst=30"""
+_NO_LIMIT = """\
+# however often: the cause may be outside this machine, such as a key that is not registered yet.
+StartLimitIntervalSec=0"""
 
 
 @dataclass(frozen=True)
@@ -117,7 +130,8 @@ class ServiceUnit:
         writes: folders in which the program writes.
         keeps: folders inside `writes` that the program only reads.
         hides: folders inside `writes` that the program must not read.
-        reads: other files and folders that it reads. They decide only whether home folders are visible.
+        reads: other files and folders that it reads, such as on another disk or below a home folder.
+        keeps_trying: systemd starts it again without a limit, because another machine may be the cause of its end.
     """
 
     title: str
@@ -128,6 +142,7 @@ class ServiceUnit:
     keeps: tuple[Path, ...] = ()
     hides: tuple[Path, ...] = ()
     reads: tuple[Path, ...] = ()
+    keeps_trying: bool = False
 
 
 def format_unit(unit: ServiceUnit) -> str:
@@ -152,7 +167,10 @@ def format_unit(unit: ServiceUnit) -> str:
     lines += [f"ReadOnlyPaths={quote_value(f'-{path}')}" for path in unit.keeps]
     lines += [f"InaccessiblePaths={quote_value(f'-{path}')}" for path in unit.hides]
     why = "Some of its folders are below a home folder, so these stay visible" if in_home else "It needs no home folder"
+    mounts = [f"RequiresMountsFor={quote_value(str(path))}" for path in dict.fromkeys([*unit.writes, *unit.reads])]
     return _TEXT.format(
+        mounts="\n".join(mounts),
+        limit=_NO_LIMIT if unit.keeps_trying else _LIMIT,
         title=unit.title,
         command=" ".join(quote_value(word) for word in unit.command),
         user=unit.user,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -47,15 +47,20 @@ class _Asked:
 
 
 class BackgroundQueries:
-    """Runs queries by key, one at a time, to leave the cores to training."""
+    """Runs queries by key, one of each lane at a time, to leave the cores to training."""
 
     def __init__(self, patience: float = _PATIENCE) -> None:
         self.answered = 0  # number of answers so far; pages are rendered again when it increases
         self._patience, self._asked = patience, OrderedDict[Hashable, _Asked]()
-        self._lock, self._alone = threading.Lock(), threading.Lock()
+        self._lock, self._lanes = threading.Lock(), defaultdict[Hashable, threading.Lock](threading.Lock)
 
     def ask(
-        self, key: Hashable, stamp: Hashable, find: Callable[[], T], patience: float | None = None
+        self,
+        key: Hashable,
+        stamp: Hashable,
+        find: Callable[[], T],
+        patience: float | None = None,
+        lane: Hashable = None,
     ) -> CachedAnswer[T]:
         """Return the answer to `key` as of `stamp`, or the previous answer meanwhile.
 
@@ -68,11 +73,13 @@ class BackgroundQueries:
             stamp: version of the answer's inputs; a different stamp starts a new query.
             find: computes the answer.
             patience: seconds to wait for this query.
+            lane: queries of another lane do not wait for this one; name a lane only for a query that uses little CPU
+                time and may wait for another program. Lanes are kept, so there must be few.
         """
         end = time.monotonic() + (self._patience if patience is None else patience)
         while True:
             with self._lock:
-                asked = self._begun(key, stamp, find)
+                asked = self._begun(key, stamp, find, lane)
                 answer = asked.answer
                 is_settled = asked.stamp == stamp and not asked.is_under_way
             left = end - time.monotonic()
@@ -81,20 +88,20 @@ class BackgroundQueries:
                 return answer if is_settled else replace(answer, is_new=False)
             asked.done.wait(left)
 
-    def _begun(self, key: Hashable, stamp: Hashable, find: Callable[[], T]) -> _Asked:
+    def _begun(self, key: Hashable, stamp: Hashable, find: Callable[[], T], lane: Hashable) -> _Asked:
         """Return the query, starting it if its answer has another stamp."""
         asked = self._asked.setdefault(key, _Asked())
         self._asked.move_to_end(key)
         if asked.stamp != stamp and not asked.is_under_way:
             asked.stamp, asked.is_under_way, asked.answer = stamp, True, replace(asked.answer, is_new=False)
             asked.done.clear()
-            threading.Thread(target=self._find, args=(asked, find), daemon=True).start()
+            threading.Thread(target=self._find, args=(asked, find, self._lanes[lane]), daemon=True).start()
         while len(self._asked) > _MOST:
             self._asked.popitem(last=False)
         return asked
 
-    def _find(self, asked: _Asked, find: Callable[[], T]) -> None:
-        with self._alone:
+    def _find(self, asked: _Asked, find: Callable[[], T], lane: threading.Lock) -> None:
+        with lane:
             began = time.time()
             try:
                 answer: CachedAnswer[T] = CachedAnswer(find(), is_new=True, at=began)

@@ -23,7 +23,7 @@ from fedveil.sanitize import sanitize
 
 _ASK_FLOWER = 30.0  # seconds between queries; each costs two CPU seconds
 _ANSWER_FLOWER = 10.0  # seconds that a page waits for an answer
-_ANSWER_SCRAPE = 7.0  # the same for Prometheus, which by default gives up after 10 s
+_ANSWER_SCRAPE = 7.0  # the same for a scrape, of all federations together; Prometheus by default gives up after 10 s
 _OLD_ANSWER = 120.0  # seconds after which an old answer counts as none in the metrics
 
 
@@ -84,13 +84,19 @@ class DashboardFederations:
             for number, status in (self._answer(folder).value or _FlowerAnswer()).runs.items()
         }
 
-    def metrics(self) -> Iterator[MetricSample]:
-        """Yield the metrics of all federations, asking Flower if its last answer is old."""
+    def metric_groups(self) -> Iterator[Iterator[MetricSample]]:
+        """Yield each federation's metrics as a group, asking Flower if its last answer is old.
+
+        All federations are asked at once, and share the time that a scrape waits.
+        """
+        end = time.monotonic() + _ANSWER_SCRAPE
+        for folder in self.folders.values():
+            self._answer(folder, 0.0)
         for name, folder in self.folders.items():
-            answer = self._answer(folder, _ANSWER_SCRAPE)
+            answer = self._answer(folder, end - time.monotonic())
             is_known = answer.value is not None and (answer.is_new or time.time() - answer.at < _OLD_ANSWER)
             seen = answer.value if is_known else None
-            yield from federation_samples(name, folder, seen.nodes if seen else None, seen.runs if seen else {})
+            yield federation_samples(name, folder, seen.nodes if seen else None, seen.runs if seen else {})
 
     def whose(self, federation: str) -> str:
         """Return the federation to which a run folder's runs belong; "" if unknown."""
@@ -131,10 +137,12 @@ class DashboardFederations:
             message = "Asking Flower." if online.value is None else f"{online.since}; asking Flower."
         return {"asked": online.value is not None, "rows": rows, "said": message, "online": well, "of": len(rows)}
 
-    def _answer(self, folder: Path, patience: float = 0.0) -> CachedAnswer[_FlowerAnswer]:
+    def _answer(self, folder: Path, patience: float | None = None) -> CachedAnswer[_FlowerAnswer]:
+        # A lane for each federation: a SuperLink that does not answer delays no other.
         return self.later.ask(
-            ("flower", folder), int(time.time() / _ASK_FLOWER), lambda: _ask_flower(folder), patience or _ANSWER_FLOWER
-        )
+            ("flower", folder), int(time.time() / _ASK_FLOWER), lambda: _ask_flower(folder),
+            _ANSWER_FLOWER if patience is None else patience, folder,
+        )  # fmt: skip
 
 
 def _ask_flower(folder: Path) -> _FlowerAnswer:

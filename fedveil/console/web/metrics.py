@@ -10,13 +10,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, FedVeilError
 from fedveil.sanitize import sanitize
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-__all__ = ["MAX_SERIES", "METRICS", "MetricDefinition", "MetricSample", "render_metrics", "require_exporter"]
+__all__ = [
+    "MAX_SERIES",
+    "METRICS",
+    "MetricDefinition",
+    "MetricSample",
+    "join_groups",
+    "render_metrics",
+    "require_exporter",
+]
 
 MAX_SERIES = 1000  # samples of one metric; the others are counted in fedveil_series_left_out
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -49,7 +57,9 @@ _SERVER: dict[str, MetricDefinition] = {
     "fedveil_site_online": MetricDefinition("1 if Flower sees the registered site online; missing if unknown", _SITE),
     "fedveil_site_key_days_left": MetricDefinition("days until a registered site's key expires", _SITE),
     "fedveil_site_refused_calls": MetricDefinition("calls by the site that the fleet port refused in 24 h", _SITE),
-    "fedveil_site_is_rogue": MetricDefinition("1 if 20 calls by the site were refused within a minute, in 24 h", _SITE),
+    "fedveil_site_is_rogue": MetricDefinition(
+        "1 if, at any time in the last 24 h, 20 calls were refused within one minute", _SITE
+    ),
     "fedveil_flower_runs": MetricDefinition(
         "unfinished runs by Flower's status; pending is the queue", ("federation", "status")
     ),
@@ -60,12 +70,14 @@ _SERVER: dict[str, MetricDefinition] = {
 _SITES: dict[str, MetricDefinition] = {
     "fedveil_site_heard": MetricDefinition("1 if the server answered a heartbeat in the last 75 s", _SITE),
     "fedveil_site_last_heartbeat_timestamp_seconds": MetricDefinition("time of the last answered heartbeat", _SITE),
-    "fedveil_site_events": MetricDefinition("audit-log lines of the last 24 h, in its last 1 MiB", ("event",)),
+    "fedveil_site_events": MetricDefinition(
+        "lines of the last 24 h in `audit-log.jsonl`; only its last 10,000 lines and 1 MiB are read", ("event",)
+    ),
     "fedveil_site_workers": MetricDefinition("running workers; missing if one gives an invalid answer"),
     "fedveil_ledger_readable": MetricDefinition("1 if the privacy ledger can be read, and the policy fits it"),
     "fedveil_ledger_epsilon_limit": MetricDefinition("the policy's max-epsilon over all runs; +Inf without a limit"),
     "fedveil_ledger_epsilon_reserved": MetricDefinition("epsilon reserved by all runs, by adversary", ("party",)),
-    "fedveil_ledger_share_reserved": MetricDefinition("reserved part of the limit, 1 = all", ("party",)),
+    "fedveil_ledger_share_reserved": MetricDefinition("fraction of the limit that is reserved; 1 = all", ("party",)),
 }
 _BOTH: dict[str, MetricDefinition] = {
     "fedveil_certificate_days_left": MetricDefinition(
@@ -73,9 +85,21 @@ _BOTH: dict[str, MetricDefinition] = {
     ),
     "fedveil_disk_free_bytes": MetricDefinition("bytes free on a folder's disk", ("federation", "folder")),
     "fedveil_audit_log_last_line_timestamp_seconds": MetricDefinition("time of an audit log's last line", ("log",)),
+    "fedveil_groups_failed": MetricDefinition("groups of samples missing or cut short because of an error"),
     "fedveil_series_left_out": MetricDefinition("samples left out, because a metric has at most 1,000"),
 }
 METRICS: Mapping[str, MetricDefinition] = {**_SERVER, **_SITES, **_BOTH}
+
+
+def join_groups(groups: Iterable[Iterable[MetricSample]]) -> Iterator[MetricSample]:
+    """Yield the samples of all groups, and how many groups ended with an error: an error does not cost the others."""
+    failed = 0
+    for group in groups:
+        try:
+            yield from group
+        except (FedVeilError, OSError):
+            failed += 1
+    yield MetricSample("fedveil_groups_failed", failed)
 
 
 def require_exporter() -> None:

@@ -31,7 +31,7 @@ from fedveil.console.web.components import (
     state_badge,
 )
 from fedveil.console.web.federations import DashboardFederations
-from fedveil.console.web.metrics import MetricSample
+from fedveil.console.web.metrics import MetricSample, join_groups
 from fedveil.console.web.pages import PageNotFound, PageView, page_digest
 from fedveil.console.web.report import audit_section, disclosure_section, run_page
 from fedveil.console.web.safe_files import RunLocation
@@ -99,14 +99,23 @@ class ServerViews:
 
     def metrics(self) -> Iterator[MetricSample]:
         """Yield the metrics of all federations, runs, disks and logs."""
-        yield from self._members.metrics()
+        yield from join_groups(self._metric_groups())
+
+    def _metric_groups(self) -> Iterator[Iterator[MetricSample]]:
+        yield from self._members.metric_groups()
+        yield self._run_samples()
+        for name, folder in self.federations.items():
+            yield server_metrics.disk_samples(name, {"server": folder / "server"})
+        for name, folder in self.runs.items():
+            yield server_metrics.disk_samples(self._members.whose(name), {"runs": folder})
+        yield self._log_samples()
+
+    def _run_samples(self) -> Iterator[MetricSample]:
         loaded_runs, broken = self._read(list(safe_files.find_runs(self.runs).values())[:_SUMMED])
         named = [(replace(place, federation=self._members.whose(place.federation)), run) for place, run in loaded_runs]
         yield from server_metrics.run_samples(named, len(broken), [self._members.whose(name) for name in self.runs])
-        for name, folder in self.federations.items():
-            yield from server_metrics.disk_samples(name, {"server": folder / "server"})
-        for name, folder in self.runs.items():
-            yield from server_metrics.disk_samples(self._members.whose(name), {"runs": folder})
+
+    def _log_samples(self) -> Iterator[MetricSample]:
         yield from server_metrics.log_samples(self._log_files())
 
     def _place(self, key: str) -> RunLocation:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -119,7 +120,7 @@ def serve_dashboard(
     app_of: Callable[[DashboardCredentials, Callable[[], bool]], ASGIApp],
     metrics_token: Path | None = None,
 ) -> int:
-    """Print the link and serve until Ctrl-C.
+    """Print the link and serve until Ctrl-C. With metrics, the link is printed only in a terminal.
 
     `metrics_token`: the file with the token that opens /metrics, which is created if there is none.
 
@@ -138,9 +139,14 @@ def serve_dashboard(
 
 
 def _say(entry: DashboardCredentials) -> None:
-    print(f"dashboard: {entry.link}")
     if entry.scrape_token:
         print(f"metrics for Prometheus: http://{HOST}:{entry.port}{METRICS_PATH}, with the token as a bearer token")
+        if not sys.stdout.isatty():  # perhaps a log that others read, and the link opens every page
+            print(
+                "the link to the dashboard is printed only in a terminal: start it there to see the pages", flush=True
+            )
+            return
+    print(f"dashboard: {entry.link}")
     print("anyone with this link can see everything but change nothing; from another machine, first run:")
     print(f"  ssh -N -L {entry.port}:{HOST}:{entry.port} THIS-MACHINE")
     print("Ctrl-C stops it", flush=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
+import stat
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,48 @@ def read_wrong(path: Path, read) -> list[tuple[int, int]]:
         wrong.append(flip)
     read()
     return wrong
+
+
+def pretend_owner(patch: pytest.MonkeyPatch, user: int, owner: int) -> None:
+    """Run as `user`, whose new files are its own, in folders that belong to `owner`."""
+    real = os.fstat
+
+    def about(descriptor):
+        found = list(real(descriptor))
+        found[stat.ST_UID] = owner if stat.S_ISDIR(found[stat.ST_MODE]) else user
+        return os.stat_result(found)
+
+    patch.setattr(os, "geteuid", lambda: user)
+    patch.setattr(os, "fstat", about)
+
+
+@pytest.mark.parametrize("user,owner,given", [(0, 4711, [4711]), (0, 0, []), (5, 4711, [])])
+def test_a_file_that_root_writes_belongs_to_the_folder_s_owner(user, owner, given, tmp_path, monkeypatch):
+    """So that a command run as root does not lock the server's user out of members.json."""
+    changed = []
+    with monkeypatch.context() as patch:
+        pretend_owner(patch, user, owner)
+        patch.setattr(os, "fchown", lambda descriptor, *ids: changed.append((os.fstat(descriptor).st_ino, *ids)))
+        atomic_files.write_atomic(tmp_path / "x", b"new")
+    file = (tmp_path / "x").stat()
+    assert changed == [(file.st_ino, one, -1) for one in given]
+    assert (tmp_path / "x").read_bytes() == b"new"
+    assert stat.S_IMODE(file.st_mode) == 0o600
+
+
+def test_where_root_may_not_give_a_file_away_the_old_one_stays(tmp_path, monkeypatch):
+    atomic_files.write_atomic(tmp_path / "x", b"old")
+
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, "no")
+
+    with monkeypatch.context() as patch:
+        pretend_owner(patch, 0, 4711)
+        patch.setattr(os, "fchown", refuse)
+        with pytest.raises(PermissionError):
+            atomic_files.write_atomic(tmp_path / "x", b"new")
+    assert [file.name for file in tmp_path.iterdir()] == ["x"]
+    assert (tmp_path / "x").read_bytes() == b"old"
 
 
 def test_every_flipped_bit_of_a_state_is_found(tmp_path):

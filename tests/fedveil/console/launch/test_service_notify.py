@@ -94,7 +94,7 @@ def test_a_server_is_ready_once_it_answers_and_alive_while_both_programs_run(tmp
     monkeypatch.setattr(server._Programs, "start", lambda self: order.append("start"))
     monkeypatch.setattr(server._Programs, "become_ready", lambda self: order.append(manager.received()) or True)
     monkeypatch.setattr(server._Programs, "reason", lambda self: faults[len(order) - 3][0])
-    monkeypatch.setattr(server.checks, "find_handshake_fault", lambda port, ca: faults[len(order) - 3][1])
+    monkeypatch.setattr(server.checks, "find_handshake_fault", lambda port: faults[len(order) - 3][1])
     monkeypatch.setattr(server.ProcessGroup, "ended", lambda self, name: None)
 
     def count_rounds(self):
@@ -117,9 +117,11 @@ def test_a_program_that_takes_connections_but_does_not_answer_is_a_fault(tmp_pat
     assert main(["provision", str(tmp_path / "federation.toml")]) == 0
     own = tmp_path / "pilot" / "server"
     with tls_server(own) as address:
-        assert checks.find_handshake_fault(int(address.rpartition(":")[2]), own / "ca.crt") == ""
+        # Not verified: an expired certificate or a lost ca.crt must not stop a running server.
+        (own / "ca.crt").unlink()
+        assert checks.find_handshake_fault(int(address.rpartition(":")[2])) == ""
     with socket.create_server(("127.0.0.1", 0)) as frozen:  # the kernel accepts for it
-        assert "timed out" in checks.find_handshake_fault(frozen.getsockname()[1], own / "ca.crt")
+        assert "timed out" in checks.find_handshake_fault(frozen.getsockname()[1])
 
 
 @pytest.fixture

@@ -96,6 +96,9 @@ def test_any_path_and_argument_arrives_as_it_is(words):
     assert read_words(command[1:]) == ["/usr/bin/p", *words]
     assert [read_words(value) for value in settings["ReadWritePaths"]] == [[str(path)] for path in paths]
     assert [read_words(value) for value in settings["ReadOnlyPaths"]] == [[f"-{path}"] for path in paths]
+    assert [read_words(value) for value in settings["RequiresMountsFor"]] == [
+        [str(path)] for path in dict.fromkeys(paths)
+    ]
 
 
 @given(st.text(string.ascii_letters, max_size=5), st.sampled_from("\n\r\0\x1b\x7f\x85\u2028\u2029\ud800\t"), st.text())
@@ -104,7 +107,7 @@ def test_a_character_that_could_begin_a_setting_of_its_own_is_refused(before, co
         quote_value(before + control + after)
 
 
-@pytest.mark.parametrize("part", ["command", "writes", "keeps", "hides"])
+@pytest.mark.parametrize("part", ["command", "writes", "keeps", "hides", "reads"])
 def test_no_part_of_a_unit_is_written_unquoted(part):
     path = "/srv/a\nUser=root"
     value = ("/usr/bin/p", path) if part == "command" else (Path(path),)
@@ -156,6 +159,7 @@ def test_a_server_writes_in_its_folder_but_not_to_the_registry(pilot, capsys):
     ]  # fmt: skip
     assert [read_words(value) for value in settings["InaccessiblePaths"]] == [[f"-{pilot}/ca"]]
     assert "sudo systemctl enable --now fedveil-server-pilot.service" in err
+    assert "sudo -u fedveil fedveil ..." in err
     more = ["--listen", "10.1.0.5:9092", "--state-dir", str(pilot.parent / "state")]
     assert main(["server", "install-service", str(pilot), "--user", "fedveil", *more]) == 0
     out, err = capsys.readouterr()
@@ -164,6 +168,30 @@ def test_a_server_writes_in_its_folder_but_not_to_the_registry(pilot, capsys):
     assert f"sudo install -d -m 700 -o fedveil {more[3]}" in err
     assert main(["server", "install-service", str(pilot), "--user", "fedveil", "--listen", "x"]) == 2
     assert main(["server", "install-service", str(pilot.parent), "--user", "fedveil"]) == 2
+
+
+@pytest.mark.parametrize("first,refused", [(None, True), ("1024\n", True), ("444\n", True), ("443\n", False)])
+def test_a_port_that_the_service_may_not_open_is_refused_before_it_starts(first, refused, pilot, tmp_path, monkeypatch):
+    monkeypatch.setattr(service_install, "_FIRST_PORT", tmp_path / "first")
+    if first:
+        (tmp_path / "first").write_text(first)
+    assert service_install.describe_server(pilot, "fedveil").user == "fedveil"
+    if not refused:
+        assert "0.0.0.0:443" in service_install.describe_server(pilot, "fedveil", "0.0.0.0:443").command
+        return
+    with pytest.raises(ConfigError, match=r"--listen: .* found 443; .* net\.ipv4\.ip_unprivileged_port_start=443"):
+        service_install.describe_server(pilot, "fedveil", "0.0.0.0:443")
+
+
+def test_a_site_keeps_trying_because_the_cause_may_be_elsewhere_and_waits_for_its_disks(kit):
+    """A key that is registered after a day ends the site every few minutes until then."""
+    unit = service_install.describe_site(kit, "fedveil")
+    settings = read_unit(format_unit(unit))
+    assert settings["StartLimitIntervalSec"] == ["0"]
+    assert "StartLimitBurst" not in settings
+    mounts = [word for value in settings["RequiresMountsFor"] for word in read_words(value)]
+    assert len(set(mounts)) == len(mounts)
+    assert {str(path) for path in (*unit.writes, *unit.reads)} == set(mounts) >= {f"{kit}/state", str(kit), sys.prefix}
 
 
 def test_a_site_writes_its_state_and_the_mark_in_its_data_and_nothing_else(kit, capsys):
@@ -213,7 +241,8 @@ RIGHTS = {
     "KillSignal": "SIGTERM", "TimeoutStopSec": "1min", "SuccessExitStatus": "130", "OOMPolicy": "continue",
     "UMask": "0077", "LimitNOFILE": "65536", "LimitCORE": "0", "NoNewPrivileges": "yes", "CapabilityBoundingSet": "",
     "ProtectSystem": "strict", "PrivateTmp": "yes", "WatchdogSec": "600", "WatchdogSignal": "SIGTERM",
-    "RestrictAddressFamilies": "AF_UNIX AF_INET AF_INET6 AF_NETLINK", "StartLimitBurst": "30", "User": "fedveil",
+    "RestrictAddressFamilies": "AF_UNIX AF_INET AF_INET6 AF_NETLINK", "User": "fedveil",
+    "StartLimitIntervalSec": "2h", "StartLimitBurst": "30",
 }  # fmt: skip
 
 

@@ -83,3 +83,12 @@ def test_one_question_is_looked_into_at_a_time():
         later.ask(key, 1, work)
     until(later, 6)
     assert max(most) == 1
+
+
+def test_a_question_that_hangs_delays_its_own_lane_alone():
+    later, silent = BackgroundQueries(patience=0.0), threading.Event()
+    later.ask("a", 1, lambda: silent.wait(60), lane="a")
+    assert later.ask("b", 1, lambda: 5, 20.0, "b").value == 5
+    assert later.ask("c", 1, lambda: 5, 0.01, "a").value is None
+    silent.set()
+    assert later.ask("c", 1, lambda: 5, 20.0, "a").value == 5

@@ -21,9 +21,10 @@ from starlette.testclient import TestClient
 from fedveil.console.flower.processes import LaunchError
 from fedveil.console.provisioning.federation_folder import SiteRegistry
 from fedveil.console.runs.site_notes import note_federation
-from fedveil.console.web import federations, metrics, serving, site_views
+from fedveil.console.web import federations, metrics, server_metrics, serving, site_views
 from fedveil.console.web.apps import run_folders, server_app, site_app
 from fedveil.console.web.auth import AccessMiddleware, DashboardCredentials
+from fedveil.console.web.background import CachedAnswer
 from fedveil.console.web.federations import name_federations
 from fedveil.console.web.metrics import METRICS, MetricSample, render_metrics
 from fedveil.console.web.site_metrics import event_samples, ledger_samples
@@ -111,7 +112,7 @@ def test_a_federation_s_members_runs_disk_and_logs(pilot, runs, flower):  # noqa
            for s, n in (("pending", 2), ("starting", 0), ("running", 1), ("other", 1))},
         **{("fedveil_runs", of, one): states.get(one, 0)
            for one in ("completed", "running", "stopped", "failed", "died", "other")},
-        ("fedveil_runs_unreadable",): 0, ("fedveil_series_left_out",): 0,
+        ("fedveil_runs_unreadable",): 0, ("fedveil_groups_failed",): 0, ("fedveil_series_left_out",): 0,
     }  # fmt: skip
     free = {key[2]: value for key, value in samples.items() if key[0] == "fedveil_disk_free_bytes"}
     assert set(free) == {"server", "runs"}
@@ -151,6 +152,36 @@ def test_an_old_answer_of_flower_counts_as_none(pilot, runs, flower):  # noqa: F
     now[0] += 2
     assert scrape(client)["fedveil_superlink_up", "pilot"] == 0
     silent.set()
+
+
+def test_federations_whose_superlinks_are_silent_share_one_wait(tmp_path, flower):  # noqa: F811
+    waits, now = [], [100.0]
+    folders = {name: tmp_path / name for name in ("first", "second", "third")}
+
+    def ask(key, stamp, find, patience, lane):
+        waits.append((lane, patience))
+        now[0] += patience
+        return CachedAnswer()
+
+    flower.setattr(federations.time, "monotonic", lambda: now[0])
+    list(federations.DashboardFederations(folders, SimpleNamespace(ask=ask)).metric_groups())
+    assert waits == [*((folder, 0.0) for folder in folders.values()),
+                     *zip(folders.values(), (7.0, 0.0, 0.0), strict=True)]  # fmt: skip
+
+
+def test_an_error_costs_its_own_samples_alone_and_is_counted(pilot, runs, state, flower):  # noqa: F811
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    flower.setattr(server_metrics.shutil, "disk_usage", fail)
+    for client, missing, count in (
+        (server_client(runs, pilot), "fedveil_disk_free_bytes", 2),
+        (client_of(lambda entry: site_app(state, "", "", entry, lambda: False)), "fedveil_disk_free_bytes", 1),
+    ):
+        samples = scrape(client)
+        assert samples["fedveil_groups_failed",] == count
+        assert missing not in names(samples)
+        assert {"fedveil_audit_log_last_line_timestamp_seconds", "fedveil_series_left_out"} <= names(samples)
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"sites": 5}'])
@@ -211,7 +242,7 @@ def test_a_site_s_heartbeat_log_ledger_and_disk(state, tmp_path, pilot):  # noqa
         ("fedveil_site_workers",): 0, ("fedveil_ledger_readable",): 1, ("fedveil_ledger_epsilon_limit",): 8,
         **{("fedveil_ledger_epsilon_reserved", party): value for party, value in parties.items()},
         **{("fedveil_ledger_share_reserved", party): value / 8 for party, value in parties.items()},
-        ("fedveil_series_left_out",): 0,
+        ("fedveil_groups_failed",): 0, ("fedveil_series_left_out",): 0,
     }  # fmt: skip
     old = time.time() - 90
     os.utime(state / "north.heartbeat", (old, old))
@@ -320,6 +351,11 @@ def test_the_token_is_made_once_for_its_owner_alone_and_is_not_printed(tmp_path,
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert token not in out
     assert f"http://127.0.0.1:{entries[1].port}/metrics" in out
+    # A log of a service may have other readers.
+    assert not [entry for entry in entries if entry.token in out or entry.place in out]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert serving.serve_dashboard("127.0.0.1", 0, lambda entry, ending: None, file) == 0
+    assert entries[-1].link in capsys.readouterr().out
     file.chmod(0o644)
     with pytest.raises(StateError, match="that only its owner can read"):
         serving.serve_dashboard("127.0.0.1", 0, lambda entry, ending: None, file)
