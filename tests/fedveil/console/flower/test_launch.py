@@ -82,7 +82,9 @@ def test_failed_start_names_the_process_its_log_and_leaves_nothing(tmp_path, mon
     script.parent.mkdir()
     script.write_text("#!/bin/sh\necho 'the port is taken' >&2\nexit 7\n")
     script.chmod(0o755)
-    shutil.copy(script, script.with_name("flower-superexec"))
+    beside = script.with_name("flower-superexec")
+    beside.write_text("#!/bin/sh\nexec sleep 600\n")  # one that ended too might be named instead
+    beside.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(script.parent / "python"))
     monkeypatch.setattr("fedveil.console.flower.local_deployment.single_user_environment", lambda env, folder: env)
     federation = LocalDeployment([LocalSite("a")], tmp_path / "work")
