@@ -210,7 +210,7 @@ def test_a_run_ends_as_the_quorum_allows_and_says_why_for_each(hosts):
     until(asked, 200, "the first messages are out")
     hosts.sites["killed"]("kill")
     network = f"t{hosts.token}-cut_outside"
-    until(lambda: noted("cut", "admitted"), 180, "the site has its message", 0.1)
+    until(lambda: noted("cut", "admitted"), 400, "the site has its message", 0.1)  # nine sites start at once
     docker("network", "disconnect", network, hosts.sites["cut"].container("supernode"))
     until(lambda: noted("cut", "sent"), 300, "the site has its answer, and no way to send it")
     docker("network", "connect", network, hosts.sites["cut"].container("supernode"))
