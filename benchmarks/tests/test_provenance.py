@@ -65,7 +65,10 @@ def test_a_commit_beside_main_is_refused_until_it_is_merged(root):
 @pytest.mark.parametrize("name", ["benchmarks/results/quick/a.json", "benchmarks/results/gpu/a.json", "mine.json"])
 def test_trials_and_files_elsewhere_may_have_any_code(root, name):
     (root / "code.py").write_text("X = 1")
-    provenance.require_provenance(root / name)
+    assert provenance.find_changes(root) == ["code.py"]
+    provenance.require_provenance(root / name)  # raises for a result
+    with pytest.raises(ConfigError, match="found 1 changed files"):
+        provenance.require_provenance(result(root))
 
 
 def test_without_git_no_commit_can_be_named(tmp_path, monkeypatch):

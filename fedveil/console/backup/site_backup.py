@@ -70,7 +70,7 @@ _MOST_LEDGER = 8 << 20  # bytes of a ledger; each is read whole, and takes many 
 
 @dataclass(frozen=True)
 class RestoreChecks:
-    """What a restore is compared with.
+    """Everything that a restore is compared with.
 
     Attributes:
         seal: the site's encryption, to read ledgers.
@@ -335,7 +335,7 @@ def _compare_witness(folder: Path, data: Path, checks: RestoreChecks) -> None:
 
 @dataclass(frozen=True)
 class _LogPlan:
-    """What becomes of the audit log.
+    """The plan for the audit log in a restore.
 
     Attributes:
         is_taken: whether the backup's files take the place of the site's.

@@ -120,7 +120,7 @@ StartLimitIntervalSec=0"""
 
 @dataclass(frozen=True)
 class ServiceUnit:
-    """What a service runs, as which user, and which folders it needs.
+    """The program of a service, its user, and the folders that it needs.
 
     Attributes:
         title: one line for people, of the characters in names of sites and federations.

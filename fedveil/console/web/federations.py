@@ -16,7 +16,7 @@ from fedveil.console.provisioning.refused_calls import CONTROL_LOG, read_refused
 from fedveil.console.web import safe_files
 from fedveil.console.web.background import BackgroundQueries, CachedAnswer
 from fedveil.console.web.components import state_badge
-from fedveil.console.web.metrics import MetricSample
+from fedveil.console.web.metrics import GaugeSample
 from fedveil.console.web.server_metrics import federation_samples
 from fedveil.errors import FedVeilError
 from fedveil.sanitize import sanitize
@@ -84,7 +84,7 @@ class DashboardFederations:
             for number, status in (self._answer(folder).value or _FlowerAnswer()).runs.items()
         }
 
-    def metric_groups(self) -> Iterator[Iterator[MetricSample]]:
+    def metric_groups(self) -> Iterator[Iterator[GaugeSample]]:
         """Yield each federation's metrics as a group, asking Flower if its last answer is old.
 
         All federations are asked at once, and share the time that a scrape waits.

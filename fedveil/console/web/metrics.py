@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_SERIES",
     "METRICS",
+    "GaugeSample",
     "MetricDefinition",
-    "MetricSample",
     "join_groups",
     "render_metrics",
     "require_exporter",
@@ -33,14 +33,14 @@ _LONGEST_LABEL = 100  # characters
 
 @dataclass(frozen=True)
 class MetricDefinition:
-    """What a metric means, and the names of its labels. All are gauges."""
+    """The meaning of a metric, and the names of its labels. All are gauges."""
 
     help: str
     labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class MetricSample:
+class GaugeSample:
     """One value of the metric `name`; `labels`: the values, in the order of the definition's names."""
 
     name: str
@@ -91,7 +91,7 @@ _BOTH: dict[str, MetricDefinition] = {
 METRICS: Mapping[str, MetricDefinition] = {**_SERVER, **_SITES, **_BOTH}
 
 
-def join_groups(groups: Iterable[Iterable[MetricSample]]) -> Iterator[MetricSample]:
+def join_groups(groups: Iterable[Iterable[GaugeSample]]) -> Iterator[GaugeSample]:
     """Yield the samples of all groups, and how many groups ended with an error: an error does not cost the others."""
     failed = 0
     for group in groups:
@@ -99,7 +99,7 @@ def join_groups(groups: Iterable[Iterable[MetricSample]]) -> Iterator[MetricSamp
             yield from group
         except (FedVeilError, OSError):
             failed += 1
-    yield MetricSample("fedveil_groups_failed", failed)
+    yield GaugeSample("fedveil_groups_failed", failed)
 
 
 def require_exporter() -> None:
@@ -112,7 +112,7 @@ def require_exporter() -> None:
         ) from None
 
 
-def render_metrics(samples: Iterable[MetricSample]) -> bytes:
+def render_metrics(samples: Iterable[GaugeSample]) -> bytes:
     """Return Prometheus's text. Raises KeyError or ValueError for a sample that METRICS does not describe."""
     from prometheus_client import CollectorRegistry, generate_latest
 
@@ -124,7 +124,7 @@ def render_metrics(samples: Iterable[MetricSample]) -> bytes:
 
 @dataclass(frozen=True)
 class _Collected:
-    samples: tuple[MetricSample, ...]
+    samples: tuple[GaugeSample, ...]
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics for prometheus_client, which escapes the labels."""

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from fedveil import paths
 from fedveil.console.web.auth import METRICS_PATH, DashboardCredentials
-from fedveil.console.web.metrics import CONTENT_TYPE, MetricSample, render_metrics
+from fedveil.console.web.metrics import CONTENT_TYPE, GaugeSample, render_metrics
 from fedveil.console.web.report import html
 from fedveil.console.web.server_sent_events import EventStreams
 from fedveil.errors import FedVeilError
@@ -58,7 +58,7 @@ class DashboardPages:
     links: Sequence[tuple[str, str]]
     view: Callable[[Sequence[str]], PageView]
     state: Callable[[], str]
-    metrics: Callable[[], Iterable[MetricSample]] = tuple
+    metrics: Callable[[], Iterable[GaugeSample]] = tuple
 
 
 def make_app(site: DashboardPages, entry: DashboardCredentials, ending: Callable[[], bool]) -> ASGIApp:

@@ -31,7 +31,7 @@ from fedveil.console.web.components import (
     state_badge,
 )
 from fedveil.console.web.federations import DashboardFederations
-from fedveil.console.web.metrics import MetricSample, join_groups
+from fedveil.console.web.metrics import GaugeSample, join_groups
 from fedveil.console.web.pages import PageNotFound, PageView, page_digest
 from fedveil.console.web.report import audit_section, disclosure_section, run_page
 from fedveil.console.web.safe_files import RunLocation
@@ -97,11 +97,11 @@ class ServerViews:
             self._state = (time.monotonic(), page_digest((seen, self._members.seen())))
         return self._state[1]
 
-    def metrics(self) -> Iterator[MetricSample]:
+    def metrics(self) -> Iterator[GaugeSample]:
         """Yield the metrics of all federations, runs, disks and logs."""
         yield from join_groups(self._metric_groups())
 
-    def _metric_groups(self) -> Iterator[Iterator[MetricSample]]:
+    def _metric_groups(self) -> Iterator[Iterator[GaugeSample]]:
         yield from self._members.metric_groups()
         yield self._run_samples()
         for name, folder in self.federations.items():
@@ -110,12 +110,12 @@ class ServerViews:
             yield server_metrics.disk_samples(self._members.whose(name), {"runs": folder})
         yield self._log_samples()
 
-    def _run_samples(self) -> Iterator[MetricSample]:
+    def _run_samples(self) -> Iterator[GaugeSample]:
         loaded_runs, broken = self._read(list(safe_files.find_runs(self.runs).values())[:_SUMMED])
         named = [(replace(place, federation=self._members.whose(place.federation)), run) for place, run in loaded_runs]
         yield from server_metrics.run_samples(named, len(broken), [self._members.whose(name) for name in self.runs])
 
-    def _log_samples(self) -> Iterator[MetricSample]:
+    def _log_samples(self) -> Iterator[GaugeSample]:
         yield from server_metrics.log_samples(self._log_files())
 
     def _place(self, key: str) -> RunLocation:

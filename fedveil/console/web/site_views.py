@@ -23,7 +23,7 @@ from fedveil.console.runs.workers import WorkerStatus, last_failures, last_readi
 from fedveil.console.web import safe_files, server_metrics, site_metrics
 from fedveil.console.web.background import BackgroundQueries, CachedAnswer
 from fedveil.console.web.components import LOG_HEAD, failure_count, format_time, log_rows, log_verdict, rounds_from_1
-from fedveil.console.web.metrics import MetricSample, join_groups
+from fedveil.console.web.metrics import GaugeSample, join_groups
 from fedveil.console.web.pages import PageNotFound, PageView, page_digest
 from fedveil.console.web.report.html import html_tag
 from fedveil.contract.privacy import UNTIMED
@@ -85,13 +85,13 @@ class SiteViews:
             self._state = (time.monotonic(), page_digest((does, seen)))
         return self._state[1]
 
-    def metrics(self) -> Iterator[MetricSample]:
+    def metrics(self) -> Iterator[GaugeSample]:
         """Yield the metrics of the site's connection, ledger, workers, disk and log."""
         yield from join_groups(
             [self._connection_samples(), self._log_samples(), self._worker_samples(), self._ledger_samples()]
         )
 
-    def _connection_samples(self) -> Iterator[MetricSample]:
+    def _connection_samples(self) -> Iterator[GaugeSample]:
         folder = self.state_dir.expanduser()
         hearts = sorted(folder.glob(f"*{last_heartbeat.SUFFIX}"))[:_MOST_NAMES]
         of = {file.stem: noted_federation(self.state_dir, file.stem) for file in hearts}
@@ -101,17 +101,17 @@ class SiteViews:
             yield from server_metrics.certificate_samples(federation, {"ca.crt": self.ca})
         yield from server_metrics.disk_samples(federation, {"state": folder})
 
-    def _log_samples(self) -> Iterator[MetricSample]:
+    def _log_samples(self) -> Iterator[GaugeSample]:
         if safe_files.file_stamps([self._log]):
             yield from server_metrics.log_samples({"site": self._log})
             yield from site_metrics.event_samples(safe_files.tail_log(self._log, _MOST_EVENTS))
 
-    def _worker_samples(self) -> Iterator[MetricSample]:
+    def _worker_samples(self) -> Iterator[GaugeSample]:
         workers, why = self._workers()
         if not why:
-            yield MetricSample("fedveil_site_workers", len(workers))
+            yield GaugeSample("fedveil_site_workers", len(workers))
 
-    def _ledger_samples(self) -> Iterator[MetricSample]:
+    def _ledger_samples(self) -> Iterator[GaugeSample]:
         if (standing := self._standing()) is not None and (standing.value is not None or standing.why):
             yield from site_metrics.ledger_samples(standing.value)
 

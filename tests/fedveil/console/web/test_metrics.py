@@ -26,7 +26,7 @@ from fedveil.console.web.apps import run_folders, server_app, site_app
 from fedveil.console.web.auth import AccessMiddleware, DashboardCredentials
 from fedveil.console.web.background import CachedAnswer
 from fedveil.console.web.federations import name_federations
-from fedveil.console.web.metrics import METRICS, MetricSample, render_metrics
+from fedveil.console.web.metrics import METRICS, GaugeSample, render_metrics
 from fedveil.console.web.site_metrics import event_samples, ledger_samples
 from fedveil.contract.privacy import Adjacency, PrivacyBudget
 from fedveil.errors import ConfigError, StateError
@@ -275,7 +275,7 @@ def test_the_share_of_the_limit_that_is_reserved(epsilon, reserved, because, sha
     assert values.get("fedveil_ledger_share_reserved") == share
     assert values["fedveil_ledger_readable"] == 1
     standing.problem = "another delta"
-    assert next(ledger_samples(standing)) == MetricSample("fedveil_ledger_readable", 0)
+    assert next(ledger_samples(standing)) == GaugeSample("fedveil_ledger_readable", 0)
 
 
 def test_a_site_s_metrics_name_no_run_and_no_reason(state):  # noqa: F811
@@ -295,7 +295,7 @@ def test_an_event_counts_for_a_day():
 
 @given(st.text(max_size=200), st.text(max_size=200), st.floats(allow_nan=False))
 def test_any_label_is_text_that_the_parser_reads(federation, site, value):
-    text = render_metrics([MetricSample("fedveil_site_online", value, (federation, site))]).decode()
+    text = render_metrics([GaugeSample("fedveil_site_online", value, (federation, site))]).decode()
     (key, found), _ = parse(text).items()
     assert found == value
     assert len(key) == 3
@@ -303,7 +303,7 @@ def test_any_label_is_text_that_the_parser_reads(federation, site, value):
 
 
 def test_a_metric_has_a_bounded_number_of_samples_and_those_left_out_are_counted():
-    many = [MetricSample("fedveil_site_online", 1, ("f", str(i))) for i in range(metrics.MAX_SERIES + 7)]
+    many = [GaugeSample("fedveil_site_online", 1, ("f", str(i))) for i in range(metrics.MAX_SERIES + 7)]
     samples = parse(render_metrics(many).decode())
     assert len(samples) == metrics.MAX_SERIES + 1
     assert samples["fedveil_series_left_out",] == 7
@@ -311,9 +311,9 @@ def test_a_metric_has_a_bounded_number_of_samples_and_those_left_out_are_counted
 
 def test_a_sample_that_is_not_listed_is_refused():
     with pytest.raises(KeyError):
-        render_metrics([MetricSample("fedveil_other", 1)])
+        render_metrics([GaugeSample("fedveil_other", 1)])
     with pytest.raises(ValueError, match="fedveil_site_online: expected the labels"):
-        render_metrics([MetricSample("fedveil_site_online", 1, ("f",))])
+        render_metrics([GaugeSample("fedveil_site_online", 1, ("f",))])
 
 
 def test_only_the_bearer_token_opens_the_metrics_and_it_opens_nothing_else(runs):
