@@ -11,7 +11,7 @@ import pytest
 from fedveil.console.flower.machine import free_ports
 from fedveil.federation.secagg.adversary_model import DEVIATING
 from tests.conftest import ROOT
-from tests.deployment.engine import FLOWER, IMAGE, Compose, docker, require_engine, until
+from tests.deployment.engine import FLOWER, IMAGE, Compose, docker, remove_leftovers, require_engine, until
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(1500)]
 
@@ -62,6 +62,7 @@ except (OSError, http.client.HTTPException):
 @pytest.fixture(scope="module")
 def trial():
     require_engine()
+    remove_leftovers()
     compose = Compose(
         f"fedveil-test-{secrets.token_hex(3)}", ROOT / "compose.yaml", {"FEDVEIL_FLEET_PORT": str(free_ports(1)[0])}
     )

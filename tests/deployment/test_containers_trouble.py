@@ -21,7 +21,7 @@ from fedveil.console.commands.federation import app
 from fedveil.console.flower.machine import free_ports
 from fedveil.console.main import main
 from tests.conftest import ROOT, extract
-from tests.deployment.engine import IMAGE, Compose, docker, require_image, until
+from tests.deployment.engine import IMAGE, Compose, docker, remove_leftovers, require_image, until
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(1500)]
 
@@ -123,6 +123,7 @@ class Hosts:
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory) -> Iterator[Hosts]:
     require_image()
+    remove_leftovers()
     folder = tmp_path_factory.mktemp("hosts")
     for part in (folder, *folder.parents):  # user 10001 must get to the kits
         if part.owner() == folder.owner() and part != Path("/tmp"):
