@@ -7,7 +7,7 @@ instruction-keys.toml  public keys for verifying the server's instructions
 site.toml          federation, site, server and ports (all public)
 node-config.toml   the site's settings for its own apps; paths are relative to the kit
 containers.toml    the same, with the paths in compose.yaml's containers
-site-policy.toml   the site's permissions: none until the site fills it in
+site-policy.toml   the site's permissions: none until the site fills it in (policy_template.py)
 README.md          one page
 SHA256SUMS         checksums of all of the above: sha256sum -c SHA256SUMS
 """
@@ -23,38 +23,9 @@ from pathlib import Path
 from fedveil.console.flower.machine import Value, format_toml
 from fedveil.console.provisioning import compose_files
 from fedveil.console.provisioning.federation_folder import FederationFile
+from fedveil.console.provisioning.policy_template import EMPTY_POLICY
 from fedveil.federation.message_signatures.key_files import INSTRUCTION_KEYS, InstructionKeys
 from fedveil.guard import poll_backoff
-
-POLICY = """\
-# This site's policy. The site reads it before any of the server's code runs, and refuses what it does not permit.
-# As delivered, it permits nothing. `fedveil explain` shows what a run would send.
-methods = []                     # ["fedrand"]
-tasks = []                       # ["text-generation"]
-models = []                      # ["/models/llama"]
-app-digests = []                 # SHA-256 of the app that you reviewed: fedveil app digest
-max-rounds = 50
-max-bytes-a-round = 200_000_000
-min-examples = 100
-min-batch = 4
-require-signed-instructions = true      # signed with the server's key from instruction-keys.toml
-max-broadcast-change = 1.0              # in the weights to train from, since the previous ones
-max-broadcast-drift = 1.5               # since the run's first ones; the site's log has both values for each round
-# max-broadcast-norm = 50.0
-# signers = ["ssh-ed25519 AAAA..."]     # omit, or list the keys that may sign an app
-# max-epsilon = 3.0                     # over all runs together; use at most 8; refuses methods without a guarantee
-# delta = 1e-6                          # the ledger's: min(1e-6, 1 / (10 x examples)), from its first day
-# adjacency = "replace-one"             # with Poisson batches, which dp.* always draws
-# after-open = "refuse"                 # no private runs after a run that made epsilon infinite
-# hours = ["20:00-06:00"]
-# require-secure = true                 # uploads leave this site masked; with a roster, even if the server lies
-# min-cohort = 5                        # minimum number of sites in a sum
-# min-threshold = 4                     # number of sites that must agree to a sum that includes this site
-# min-colluders = 1                     # number of sites that may collude with a lying server
-# roster = "sha256:5f0c..."             # fedveil members roster; compare it with the other sites, not with the server
-# [permits]                             # all other run config keys; this table comes last in the file
-# "train.batch-size" = {min = 8, max = 64}
-"""
 
 _README = """\
 # {federation}: start-up kit of site {site}
@@ -147,7 +118,7 @@ def kit_files(federation: FederationFile, site: str, ca: bytes, keys: Instructio
         "site.toml": format_toml({**public, **ports}),
         "node-config.toml": format_toml(names | _IN_THE_KIT),
         "containers.toml": format_toml(names | _IN_CONTAINERS),
-        "site-policy.toml": POLICY,
+        "site-policy.toml": EMPTY_POLICY,
         "README.md": _README.format(**words),
     }
     kit = {"ca.crt": ca, **{name: text.encode() for name, text in text_files.items()}}

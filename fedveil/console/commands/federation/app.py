@@ -1,4 +1,4 @@
-"""`fedveil app`: prints the digest of an app's bundle, or signs it for a run.
+"""`fedveil app`: shows an app's bundle, compares it with an older one, prints its digest, or signs it for a run.
 
 A site policy lists app digests, or the signers that the site trusts. A signature covers one bundle, in runs with one
 name, until the end of its last valid day in UTC.
@@ -7,6 +7,7 @@ name, until the end of its last valid day in UTC.
 from __future__ import annotations
 
 import argparse
+import hashlib
 from datetime import UTC, date, datetime
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedveil.config import parse
-from fedveil.console.flower.app_bundle import bundle_digest
+from fedveil.console.flower.app_bundle import build_bundle, bundle_digest
+from fedveil.console.flower.bundle_reader import compare_bundles, read_bundle
 from fedveil.errors import ConfigError
 from fedveil.guard import run_signature
+from fedveil.sanitize import sanitize, suggest_name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     digest_parser = actions.add_parser("digest", help="print the SHA-256 of the bundle that `flwr run` would send")
     digest_parser.set_defaults(run=_digest)
+    show = actions.add_parser("show", help="list the files of that bundle, print one, or compare two bundles")
+    only = show.add_mutually_exclusive_group()
+    only.add_argument("--file", metavar="NAME", help="print this file")
+    only.add_argument(
+        "--since", type=Path, metavar="OLD",
+        help="print what changed since this folder or .fab file; the exit code is 1 if anything did",
+    )  # fmt: skip
+    show.set_defaults(run=_show)
     sign = actions.add_parser("sign", help="print a run.signature for that bundle")
     sign.add_argument("--key", type=Path, required=True, help='Ed25519 private key: ssh-keygen -t ed25519 -N "" -f key')
     sign.add_argument("--run", required=True, dest="name", metavar="NAME", help="the run.name to sign for")
@@ -31,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--until", required=True, type=_day, metavar="DATE", help="last valid day in UTC, such as 2026-03-31"
     )
     sign.set_defaults(run=_sign)
-    for action in (digest_parser, sign):
+    for action in (digest_parser, show, sign):
         action.add_argument(
             "app",
             type=Path,
@@ -44,6 +55,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _digest(args: argparse.Namespace) -> int:
     print(bundle_digest(args.app))
     return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    content = build_bundle(args.app)
+    files = read_bundle(content)
+    if args.file is not None:
+        if args.file not in files:
+            near = suggest_name(args.file, files) or "`fedveil app show` lists its files"
+            raise ConfigError(f"--file: this bundle has no {sanitize(args.file, 200)}; {near.strip()}")
+        print(_printable(files[args.file]))
+        return 0
+    if args.since is not None:
+        old = build_bundle(args.since)
+        print(f"old {hashlib.sha256(old).hexdigest()}\nnew {hashlib.sha256(content).hexdigest()}")
+        changes = compare_bundles(read_bundle(old), files)
+        print("\n".join(map(_whole_line, changes)) or "No file differs.")
+        return 1 if changes else 0
+    print(f"SHA-256 {hashlib.sha256(content).hexdigest()}, {len(files)} files, {sum(map(len, files.values())):,} bytes")
+    for name, data in files.items():
+        print(f"{len(data):>9,}  {hashlib.sha256(data).hexdigest()[:16]}  {sanitize(name, 200)}")
+    return 0
+
+
+def _printable(data: bytes) -> str:
+    """Return a text file as safe lines. Raises ConfigError for any other file."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        raise ConfigError("--file: this file is not UTF-8 text") from None
+    return "\n".join(map(_whole_line, text.removesuffix("\n").split("\n")))
+
+
+def _whole_line(line: str) -> str:
+    """Return a line with control characters escaped and nothing cut off: a reviewer must see all of it."""
+    return sanitize(line, len(line))
 
 
 def _sign(args: argparse.Namespace) -> int:

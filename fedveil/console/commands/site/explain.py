@@ -7,33 +7,27 @@ exit code is 1 if the policy forbids it.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import math
 import sys
 from pathlib import Path
 
 from fedveil import strategies, tasks
-from fedveil.client_app.instruction import ClientAssignment, TrainInstruction
-from fedveil.client_app.node_config import SiteConfig
 from fedveil.client_app.policy import decisions, run_config_rules
 from fedveil.client_app.policy import site_policy as policies
 from fedveil.config import RunConfig, parse
 from fedveil.console.doctor.policy_checks import privacy_limits_warnings
-from fedveil.console.flower.app_bundle import build_bundle
+from fedveil.console.doctor.run_refusals import list_run_refusals, read_policy, verify_bundle
 from fedveil.console.run_config_args import parse_overrides
 from fedveil.console.runs.sampling_plan import plan_sampling
 from fedveil.console.runs.secagg_preview import MaskedUploadPreview
 from fedveil.console.runs.site_requirements import site_requirements
 from fedveil.contract import held_out_report, row_counts
 from fedveil.contract.layout import Direction
-from fedveil.contract.method import TRAINING_FIELDS, hyperparameters_of
+from fedveil.contract.method import TRAINING_FIELDS
 from fedveil.contract.privacy import PrivacyGuarantee
-from fedveil.errors import ConfigError, PolicyError
+from fedveil.errors import ConfigError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.secagg.adversary_model import server_learns
-from fedveil.guard import run_signature
-from fedveil.guard.installed_bundle import module_digests
 from fedveil.privacy import accounting
 from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.privacy.guarantee_source import as_planned, guarantee_of, untimed
@@ -89,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         print(run_config_rules.permits_for_run(config))
         return 0
     optimizers.check_optimizer(method, config)
-    policy = None if args.policy is None else _read(args.policy)
+    policy = None if args.policy is None else read_policy(args.policy)
     print(f"Reading {sanitize(config.task.model)} to find its trained tensors", file=sys.stderr, flush=True)
     task = tasks.load_task(config, method.adapter, "cpu")
     exchange = MessageExchange(method, config.method.name, task.spec)
@@ -104,7 +98,10 @@ def run(args: argparse.Namespace) -> int:
     if policy is None:
         return 0
     largest = masked.bytes if masked else exchange.largest("up")
-    if refusals := _refusals(_site(args.policy), policy, args.app, exchange, config, largest):
+    bundle = decisions.VerifiedBundle()
+    if policy.app_digests is not None or policy.signers is not None or config.task.module:
+        bundle = verify_bundle(args.app, config)
+    if refusals := list_run_refusals(args.policy, bundle, exchange, config, largest):
         print(f"\nThis site's policy FORBIDS it: {sanitize(refusals[0], 2000)}")
         for further in refusals[1:]:
             print(f"and: {sanitize(further, 2000)}")
@@ -256,38 +253,3 @@ def _variants(exchange: MessageExchange, direction: Direction) -> list[str]:
 
 def _named(names: list[str]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} ... {names[-1]}"
-
-
-def _site(policy: Path) -> SiteConfig:
-    return SiteConfig(policy=str(policy.absolute()), state_dir=Path("/nonexistent"))
-
-
-def _read(policy: Path) -> policies.SitePolicy:
-    """Read a policy; a PolicyError names its file, unlike in a site's own errors, which the server can read."""
-    try:
-        return policies.policy_of_site(_site(policy))
-    except PolicyError as error:
-        raise PolicyError(f"--policy {policy}: {str(error).removeprefix('policy: ')}") from None
-
-
-def _refusals(
-    site: SiteConfig, read: policies.SitePolicy, app: Path | None, exchange: MessageExchange, config: RunConfig, up: int
-) -> list[PolicyError]:
-    """Return the site's refusals before the run's first round, counting field sizes as message sizes."""
-    bundle = decisions.VerifiedBundle()
-    if read.app_digests is not None or read.signers is not None or config.task.module:
-        content = build_bundle(app)
-        digest, modules = hashlib.sha256(content).hexdigest(), module_digests(content)
-        decisions.check_modules(config.task.module, modules)
-        signer = run_signature.verify_signer(config.run.signature, config.run.name, digest)
-        bundle = decisions.VerifiedBundle(digest, signer, modules)
-    fields = json.dumps(hyperparameters_of(exchange.method))
-    order = TrainInstruction(0, True, "site", "explain", exchange.name, fields)
-    down = exchange.largest("down")
-    asked = ClientAssignment(order, config, site)
-    refusals = list(decisions.list_refusals(asked, bundle, down))
-    try:
-        decisions.check_upload(asked, down, up, None if config.secure.enabled else read.min_examples)
-    except PolicyError as error:
-        refusals.append(error)
-    return refusals

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fedveil.client_app.node_config import SiteConfig, parse_site
 from fedveil.console.backup import site_actions
+from fedveil.console.doctor import policy_actions
 from fedveil.console.flower.instruction_key_files import keys_fingerprint
 from fedveil.console.flower.site_process import start_spare, write_programs
 from fedveil.console.launch import service_install, site_options
@@ -105,6 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ledgers = ledger_actions.add_actions(actions, _in_own_folder)
     persons = unit_actions.add_actions(actions, _in_own_folder)
     backups = site_actions.add_actions(actions, _in_own_folder)
+    policy_actions.add_actions(actions)
     dashboard = actions.add_parser(
         "dashboard", help="show uploads, refusals, ledger and worker in a browser on this machine"
     )

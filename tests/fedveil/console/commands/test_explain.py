@@ -13,6 +13,8 @@ from fedveil import rng, strategies
 from fedveil.client_app.policy.site_policy import SitePolicy
 from fedveil.config import parse
 from fedveil.console.commands.site import explain
+from fedveil.console.doctor import run_refusals
+from fedveil.console.doctor.run_refusals import list_run_refusals, verify_bundle
 from fedveil.console.main import main
 from fedveil.contract.method import RoundContext
 from fedveil.contract.param_spec import param_specs_of
@@ -257,7 +259,7 @@ def test_an_own_model_is_judged_by_the_digest_of_its_file_in_the_bundle(lora_spe
     with zipfile.ZipFile(out, "w") as archive:
         archive.writestr("fedveil/own/__init__.py", '"""Own models."""\n')
         archive.writestr("fedveil/own/heart.py", text)
-    monkeypatch.setattr(explain, "build_bundle", lambda app: out.getvalue())
+    monkeypatch.setattr(run_refusals, "build_bundle", lambda app: out.getvalue())
     digest = f"sha256:{hashlib.sha256(text).hexdigest()}"
     exchange = MessageExchange(strategies.create_method("fedavg", ""), "fedavg", lora_spec)
 
@@ -266,7 +268,8 @@ def test_an_own_model_is_judged_by_the_digest_of_its_file_in_the_bundle(lora_spe
         file.write_text(
             "".join(f"{key} = {json.dumps(value)}\n" for key, value in {"methods": ["fedavg"], **policy}.items())
         )
-        refusals = explain._refusals(explain._site(file), explain._read(file), None, exchange, parse(config), 1)
+        asked = parse(config)
+        refusals = list_run_refusals(file, verify_bundle(None, asked), exchange, asked, 1)
         return [str(refusal) for refusal in refusals if "module" in str(refusal)]
 
     run = {"task.name": "own-model", "task.module": "heart"}
