@@ -110,7 +110,10 @@ class ClientAssignment:
                 f"({sanitize(error)})"
             ) from None
         _require_form(asked)
-        return cls(asked, parse(config), parse_site(node), flower_run, app)
+        parsed, site = parse(config), parse_site(node)
+        if site.has_data(parsed.task.data_set):  # if not, check_run says so, after what the policy permits
+            site = site.choose_data(parsed.task.data_set)
+        return cls(asked, parsed, site, flower_run, app)
 
     @property
     def name(self) -> str:
@@ -119,8 +122,11 @@ class ClientAssignment:
 
     @property
     def data(self) -> str:
-        """Return the data folder from the node config, otherwise from the run config; "" if neither names one."""
-        return self.site.data or self.config.task.data
+        """Return the data folder from the node config, otherwise from the run config; "" if neither names one.
+
+        Raises ConfigError if the site does not have the data set that the run names.
+        """
+        return self.site.choose_data(self.config.task.data_set).data or self.config.task.data
 
     @cached_property
     def site_config(self) -> RunConfig:

@@ -1,4 +1,23 @@
-"""A site's own settings, from the SuperNode's `--node-config`."""
+"""A site's own settings, from the SuperNode's `--node-config`.
+
+A site with several data sets names each one, and a run chooses one (`task.data-set`):
+
+    state-dir = "state"
+    [data-sets.icu]
+    data = "icu"
+    unit-column = "patient"
+    [data-sets.radiology]
+    data = "/mnt/radiology"
+    columns = {source = "Befund"}
+
+| a run's `task.data-set` | at a site with `data` alone | with `data-sets` alone | with both |
+|---|---|---|---|
+| not set | `data` | ConfigError | `data` |
+| the name of a data set here | - | that data set | that data set |
+| any other name | ConfigError | ConfigError | ConfigError |
+
+All data sets are charged to the one ledger in the state folder. An error does not list the names: the server reads it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +30,21 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fedveil.errors import ConfigError
 
 ColumnName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^{}\r\n]*\S[^{}\r\n]*$")]
-_COLUMNS = "columns."
+_COLUMNS, _DATA_SETS = "columns.", "data-sets."
+DataSetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]  # without dots, at which Flower joins
+_OwnName = Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,63})?$")]
+_KEYS = ConfigDict(extra="forbid", frozen=True, alias_generator=lambda n: n.replace("_", "-"), populate_by_name=True)
+
+
+class NamedDataset(BaseModel):
+    """One of several data sets of a site. The attributes are those of `SiteConfig`."""
+
+    model_config = _KEYS
+
+    data: str = Field(min_length=1)
+    data_set: _OwnName = ""
+    columns: Mapping[ColumnName, ColumnName] = Field(default_factory=dict, max_length=32)
+    unit_column: str = ""
 
 
 class SiteConfig(BaseModel):
@@ -24,6 +57,7 @@ class SiteConfig(BaseModel):
         columns: this site's names for the run's columns, see site_columns.py.
         unit_column: the column with unit ids, such as patient ids, that is searched for the ids of withdrawn units
             (withdrawn_units.py); "" = the column that was named at the withdrawal.
+        data_sets: the data sets that a run may choose by name, see above.
         state_dir: folder for private state and the worker's socket.
         key_file: the key that encrypts the site's stored files (fedveil.encrypted_files); "" = no encryption.
         signing_key: the file that identifies this site in secure aggregation (created by fedveil site init);
@@ -42,15 +76,14 @@ class SiteConfig(BaseModel):
         simulated: one of several demonstration sites on one machine; its data folder is not bound to its ledger.
     """
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, alias_generator=lambda n: n.replace("_", "-"), populate_by_name=True
-    )
+    model_config = _KEYS
 
     site: str = ""
     data: str = ""
-    data_set: str = Field("", pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,63})?$")
+    data_set: _OwnName = ""
     columns: Mapping[ColumnName, ColumnName] = Field(default_factory=dict, max_length=32)
     unit_column: str = ""
+    data_sets: Mapping[DataSetName, NamedDataset] = Field(default_factory=dict, max_length=32)
     state_dir: Path = Path("~/.local/state/fedveil")
     key_file: str = ""
     signing_key: str = ""
@@ -70,15 +103,42 @@ class SiteConfig(BaseModel):
         """Return whether other sites may use the same data folder, so that no single ledger can cover it."""
         return self.simulated or self.num_partitions > 1
 
+    def has_data(self, name: str) -> bool:
+        """Return whether a run may name this data set; "" = `data`, or the run's own `task.data`."""
+        return name in self.data_sets if name else bool(self.data or not self.data_sets)
+
+    def choose_data(self, name: str) -> SiteConfig:
+        """Return the settings with the data set of this name; "" = `data`. Raises ConfigError if there is none."""
+        if not name:
+            if not self.has_data(name):
+                raise ConfigError(
+                    "task.data-set: this site has several data sets, and the run names none; agree on a name with the "
+                    "site, and set it"
+                )
+            return self
+        if not self.has_data(name):
+            raise ConfigError("task.data-set: this site has no data set of this name; agree on one with the site")
+        return self.model_copy(update=dict(self.data_sets[name]))
+
+    def list_data(self) -> dict[str, SiteConfig]:
+        """Return the settings for each data set by its name, and for `data`, if it is set, by the name ""."""
+        own = {"": self} if self.has_data("") else {}
+        return own | {name: self.choose_data(name) for name in self.data_sets}
+
 
 def parse_site(node_config: Mapping[str, Any]) -> SiteConfig:
     """Return the site's settings from its node config. Raises ConfigError, naming the invalid key.
 
     Flower flattens tables in the node config: `columns = {source = "x"}` arrives as `columns.source`.
     """
-    flat = {key: value for key, value in node_config.items() if not key.startswith(_COLUMNS)}
-    if columns := {key.removeprefix(_COLUMNS): node_config[key] for key in node_config.keys() - flat.keys()}:
-        flat["columns"] = columns
+    flat = _with_columns({key: value for key, value in node_config.items() if not key.startswith(_DATA_SETS)})
+    data_sets: dict[str, dict[str, Any]] = {}
+    for key in sorted(node_config.keys() - flat.keys()):
+        if key.startswith(_DATA_SETS):
+            name, _, own = key.removeprefix(_DATA_SETS).partition(".")
+            data_sets.setdefault(name, {})[own] = node_config[key]
+    if data_sets:
+        flat["data-sets"] = {name: _with_columns(own) for name, own in data_sets.items()}
     try:
         site = SiteConfig.model_validate(flat)
     except ValidationError as error:
@@ -94,3 +154,10 @@ def parse_site(node_config: Mapping[str, Any]) -> SiteConfig:
             f"{site.processes}; set processes, or leave shard-base out"
         )
     return site
+
+
+def _with_columns(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys with each "columns.X" in a table `columns`."""
+    own = {key: value for key, value in flat.items() if not key.startswith(_COLUMNS)}
+    columns = {key.removeprefix(_COLUMNS): flat[key] for key in flat.keys() - own.keys()}
+    return {**own, "columns": columns} if columns else own

@@ -241,6 +241,11 @@ class TaskConfig(ConfigSection):
         description="own-model: average float buffers (BatchNorm) like weights, or keep those that model() returns",
     )
     data: str = Field("", description="folder with the examples, for sites whose node config does not name one")
+    data_set: str = Field(
+        "",
+        pattern=r"^([A-Za-z0-9][A-Za-z0-9_-]{0,63})?$",
+        description="name of the data set to use, at sites whose node config names several (data-sets); empty = data",
+    )
     evaluation: str = Field("", description="the server's test data; empty = no evaluation on the server")
     server_data: str = Field(
         "", description="examples for server-side training before round 0, for methods that use it (fedsp)"

@@ -57,7 +57,7 @@ from fedveil.client_app.state.flower_runs import bind_flower_run, check_flower_r
 from fedveil.client_app.state.replay_guard import ReplayGuard
 from fedveil.config import RunConfig
 from fedveil.contract.held_out_report import LOSS
-from fedveil.errors import PolicyError
+from fedveil.errors import ConfigError, PolicyError
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,20 @@ def list_refusals(
         ]
         if (most := policy.max_epsilon) is not None:
             judged.append(lambda: privacy_cost.require_epsilon(assignment, most, policy.delta))
+    judged.append(lambda: _require_data_set(assignment))  # last: names may be probed only where the policy permits them
     for judge in judged:
         try:
             judge()
         except PolicyError as error:
             yield error
+
+
+def _require_data_set(assignment: ClientAssignment) -> None:
+    """Raise PolicyError if the site does not have the data set that the run names."""
+    try:
+        assignment.site.choose_data(assignment.config.task.data_set)
+    except ConfigError as error:
+        raise PolicyError(str(error)) from None
 
 
 def check_run_config(policy: SitePolicy, config: RunConfig) -> None:

@@ -7,7 +7,7 @@ The checks prepare no examples and load no model. From a large file they read at
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -75,6 +75,20 @@ def check_validation_share(config: RunConfig) -> CheckResult:
     divided = read_test_split(task, config, Path(config.task.evaluation))
     said = divided.describe().removeprefix(f"{KEY}: ")
     return CheckResult(KEY, "ok", said or "the validation split chooses the model, so no test example is held out")
+
+
+def list_data_checks(site: SiteConfig, config: RunConfig, counted: list[int]) -> dict[str, Callable[[], CheckResult]]:
+    """Return a check of the data set that the run names, or of each one if the site has several and it names none."""
+    if name := config.task.data_set:
+        return {"data": lambda: _check_rows(site.choose_data(name), config, counted)}
+    rows: dict[str, list[int]] = {name: [] if name else counted for name in site.list_data()}
+    return {
+        f"data {name}".strip(): partial(_check_rows, own, config, rows[name]) for name, own in site.list_data().items()
+    }
+
+
+def _check_rows(site: SiteConfig, config: RunConfig, counted: list[int]) -> CheckResult:
+    return check_row_count(check_site_data(site, config, counted), site.policy, counted)
 
 
 def check_row_count(check: CheckResult, policy: str, counted: Sequence[int]) -> CheckResult:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from dataclasses import dataclass, replace
 
 from fedveil.client_app.policy.decisions import VerifiedBundle
@@ -163,7 +162,7 @@ def _permits(config: RunConfig) -> list[tuple[str, str]]:
     _, _, table = permits_for_run(config).partition("[permits]\n")
     lines = []
     for line in table.splitlines():
-        (key,) = tomllib.loads(line)
+        key = line.partition(" = ")[0].strip('"')
         default = defaults.get(key)
         says = "a parameter of the method" if key not in defaults else f"default: {json.dumps(default)}"
         if key == "run.name":

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from fedveil.client_app.instruction import ClientAssignment, TrainInstruction
-from fedveil.client_app.node_config import SiteConfig
+from fedveil.client_app.node_config import NamedDataset, SiteConfig
 from fedveil.client_app.policy import decisions
 from fedveil.client_app.policy.site_policy import SitePolicy, policy_of_site
 from fedveil.config import RunConfig
@@ -48,6 +48,8 @@ def list_run_refusals(
         up: bytes of the largest upload.
     """
     site = _site(file)
+    if name := config.task.data_set:  # whether a site has it is not known here
+        site = site.model_copy(update={"data_sets": {name: NamedDataset(data="/nonexistent")}})
     order = TrainInstruction(0, True, "site", "explain", exchange.name, json.dumps(hyperparameters_of(exchange.method)))
     down = exchange.largest("down")
     asked = ClientAssignment(order, config, site)

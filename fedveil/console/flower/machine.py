@@ -8,12 +8,13 @@ import random
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from typing import Any
 
 from fedveil.console.flower.processes import LaunchError
 
 PORTS = range(20000, 32000)  # below the range that systems use for outgoing connections
 
-Value = bool | int | float | str | Mapping[str, str]
+Value = bool | int | float | str | Mapping[str, Any]
 
 
 def format_toml(values: Mapping[str, Value]) -> str:
@@ -22,7 +23,7 @@ def format_toml(values: Mapping[str, Value]) -> str:
 
 
 def _toml_value(value: Value) -> str:
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping):  # a table in a table, too
         return f"{{{', '.join(f'{json.dumps(key)} = {_toml_value(each)}' for key, each in value.items())}}}"
     if isinstance(value, bool):
         return str(value).lower()

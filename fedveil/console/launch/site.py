@@ -157,24 +157,28 @@ def _require_files(start: SiteLauncher, given: Mapping[str, Any], kit: Path | No
         if file and not Path(file).is_file():
             hint = "see docs/deploy/provision.md" if kit is None or name in given else _MADE.get(name, _OF_KIT)
             raise ConfigError(f"{_option(name, given, kit)}: expected a file, found none at {file}; {hint}")
-    if node.data and not Path(node.data).exists():
+    for name, own in node.list_data().items():
+        if own.data:
+            where = f"{_option('data', given, kit)}" if not name else f"{kit}: data-sets.{name}"
+            _require_examples(Path(own.data), where, kit)
+
+
+def _require_examples(data: Path, where: str, kit: Path | None) -> None:
+    """Raise ConfigError unless `data` has files that this user can read. `where`: the key or option that names it."""
+    if not data.exists():
         hint = "correct the path" if kit is None else "put the examples there, or name another folder with --data"
+        raise ConfigError(f"{where}: expected a file or folder of examples, found none at {data}; {hint}")
+    if data.is_file() and not data.stat().st_size:
+        raise ConfigError(f"{where}: expected examples, found an empty file at {data}; add examples")
+    if not os.access(data, os.R_OK | (os.X_OK if data.is_dir() else 0)):
         raise ConfigError(
-            f"{_option('data', given, kit)}: expected a file or folder of examples, found none at {node.data}; {hint}"
+            f"{where}: expected examples that this user can read, found {data} without read permission; chmod or chown "
+            "it, or start the site as the user who owns it"
         )
-    if node.data and Path(node.data).is_file() and not Path(node.data).stat().st_size:
+    if data.is_dir() and not _has_files(data):
         raise ConfigError(
-            f"{_option('data', given, kit)}: expected examples, found an empty file at {node.data}; add examples"
-        )
-    if node.data and not os.access(node.data, os.R_OK | (os.X_OK if Path(node.data).is_dir() else 0)):
-        raise ConfigError(
-            f"{_option('data', given, kit)}: expected examples that this user can read, found {node.data} without read "
-            "permission; chmod or chown it, or start the site as the user who owns it"
-        )
-    if node.data and Path(node.data).is_dir() and not _has_files(Path(node.data)):
-        raise ConfigError(
-            f"{_option('data', given, kit)}: expected examples, found no file in the folder {node.data}; put "
-            "train.jsonl there, then check it with fedveil doctor"
+            f"{where}: expected examples, found no file in the folder {data}; put train.jsonl there, then check it "
+            "with fedveil doctor"
         )
 
 

@@ -6,6 +6,7 @@ A path without a leading "/" or "~" is relative to the kit.
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,23 @@ def node_config(folder: Path, file: Path | None = None) -> SiteConfig:
     for name in _PATHS:
         if isinstance(value := content.get(name), str) and value:
             content[name] = str((folder / Path(value).expanduser()).absolute())
+    for own in _data_sets(content):
+        if isinstance(value := own.get("data"), str) and value:
+            own["data"] = str((folder / Path(value).expanduser()).absolute())
     return parse_site(content)
 
 
 def paths_in_home(folder: Path) -> list[str]:
     """Return the keys in node-config.toml whose path begins with "~". Raises ConfigError if it cannot be read."""
     content = _toml(folder / NODE_CONFIG)
-    return [name for name in _PATHS if str(content.get(name, "")).startswith("~")]
+    in_home = [name for name in _PATHS if str(content.get(name, "")).startswith("~")]
+    return in_home + ["data-sets" for own in _data_sets(content) if str(own.get("data", "")).startswith("~")][:1]
+
+
+def _data_sets(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tables of [data-sets]; anything that is not a table is left to `parse_site`."""
+    tables = content.get("data-sets")
+    return [own for own in tables.values() if isinstance(own, dict)] if isinstance(tables, dict) else []
 
 
 def names_instruction_keys(file: Path) -> bool:

@@ -65,6 +65,9 @@ def add_actions(
             "--data", type=Path, metavar="FOLDER", help="the site's data; default: as for fedveil site start"
         )
         action.add_argument(
+            "--data-set", default="", metavar="NAME", help="one of the site's data sets (data-sets in the node config)"
+        )
+        action.add_argument(
             "--policy", default="", metavar="FILE", help="needed only if fedveil site start did not record it"
         )
         action.add_argument(
@@ -89,7 +92,7 @@ def withdrawn_lines(state_dir: Path, key_file: str = "") -> list[str]:
 
 
 def _exposure(args: argparse.Namespace) -> int:
-    site = site_of_folder(args.state_dir, args.policy, args.key_file)
+    site = _chosen_site(args)
     exposure = collect_exposure(
         args.state_dir, site, _unit(args), _data(args, site), args.unit_column or site.unit_column
     )
@@ -103,7 +106,7 @@ def _exposure(args: argparse.Namespace) -> int:
 
 def _units(args: argparse.Namespace) -> int:
     """Print each file's counts; return 1 if a run by units would be refused."""
-    site = site_of_folder(args.state_dir, args.policy, args.key_file)
+    site = _chosen_site(args)
     data, column = _data(args, site), _column(args, site)
     files = list_row_files(data) if data is not None else []
     if not files:
@@ -155,7 +158,7 @@ def _column(args: argparse.Namespace, site: SiteConfig) -> str:
 
 
 def _withdraw(args: argparse.Namespace) -> int:
-    site = site_of_folder(args.state_dir, args.policy, args.key_file)
+    site = _chosen_site(args)
     unit, column = _unit(args), _column(args, site)
     plain, rows = read_id(unit), find_unit(args.state_dir, site, unit, _data(args, site), column)
     record = WithdrawalRecord.open(args.state_dir, FileSeal.from_key_file(site.key_file))
@@ -201,6 +204,17 @@ def _retraining(run: RunExposure) -> Iterator[str]:
         yield f"  if round {first + 1}, this site's first, is the run's latest, the run can resume from before it: move"
         yield "  checkpoint-before.safetensors to checkpoint.safetensors in the run's folder, then"
         yield f"    {submit}"
+
+
+def _chosen_site(args: argparse.Namespace) -> SiteConfig:
+    """Return the site with the chosen data set. Raises ConfigError if it has several and none is named."""
+    site = site_of_folder(args.state_dir, args.policy, args.key_file)
+    if not args.data_set and site.data_sets and not site.data and args.data is None:
+        raise ConfigError(
+            f"--data-set: this site has several data sets ({', '.join(sorted(site.data_sets))}); name the one to "
+            "search. A withdrawal applies to all of them"
+        )
+    return site.choose_data(args.data_set) if args.data_set else site
 
 
 def _unit(args: argparse.Namespace) -> str:

@@ -157,6 +157,7 @@ def _previewed(args: argparse.Namespace, flat: Mapping[str, Any], results: list[
 
     config, longest = parse(flat), 0
     own = kit_reader.node_config(args.kit, args.node_config) if args.kit else SiteConfig()
+    own = own.choose_data(config.task.data_set) if args.kit and config.task.data_set else own
     folders = {"task.data": (config.task.data, "train"), "task.evaluation": (config.task.evaluation, "test")}
     fine = {result.name for result in results if data_checks.is_readable(result)}
     if own.data and "data" in fine:  # otherwise the site's columns do not match the run's
@@ -238,9 +239,7 @@ def _site(args: argparse.Namespace, counted: list[int]) -> list[CheckResult]:
         "cpus": host_checks.check_cpu_limit,
         "other users": host_checks.check_other_users,
         "disk": lambda: checks.check_disk(state),
-        "data": lambda: data_checks.check_row_count(
-            data_checks.check_site_data(site, config, counted), site.policy, counted
-        ),
+        **data_checks.list_data_checks(site, config, counted),
         "policy": lambda: policy_checks.check_policy_file(site.policy),
         "roster": lambda: secagg_checks.check_roster(site),
         "key file": lambda: checks.key_file(site.key_file, state),
