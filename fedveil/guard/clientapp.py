@@ -47,6 +47,7 @@ from flwr.supercore import log
 from fedveil.errors import ConfigError, WireError
 from fedveil.guard import flower, heartbeat, reply_check
 from fedveil.guard.flower import replaced
+from fedveil.guard.plain_log import write_plain_log
 from fedveil.guard.received_message import ReceivingClient, decode_message
 from fedveil.sanitize import sanitize
 
@@ -303,6 +304,7 @@ def unload_modules() -> None:
 def main(require_policy: bool = True) -> None:
     """Run the process. It takes the arguments of Flower's own `flwr-clientapp`."""
     require_flower()
+    write_plain_log()
     install_guard(require_policy)
     from flwr.supernode.cli import flwr_clientapp  # after the check: another Flower release may lack it
 

@@ -13,6 +13,7 @@ import sys
 from fedveil.errors import ConfigError
 from fedveil.guard import clientapp, heartbeat, permitted_bundles
 from fedveil.guard.flower import replaced
+from fedveil.guard.plain_log import write_plain_log
 
 RUNTIME = "flwr.superlink.runtime.run_serverapp"
 
@@ -23,6 +24,7 @@ def main() -> None:
         replaced.require_attributes("ServerApp process")
     except ConfigError as error:
         sys.exit(f"error: {error}")
+    write_plain_log()
     heartbeat.patch_task_heartbeat(RUNTIME)
     permitted_bundles.patch_install(RUNTIME)
     clientapp.unload_modules()  # the bundle contains its own

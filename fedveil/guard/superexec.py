@@ -20,6 +20,7 @@ import sys
 from fedveil.errors import ConfigError
 from fedveil.federation.message_signatures.environment import BUNDLES_VARIABLE, KEY_VARIABLE, SIGNERS_VARIABLE
 from fedveil.guard.flower import replaced, retries, task_claims
+from fedveil.guard.plain_log import write_plain_log
 from fedveil.guard.task_programs import CLIENT_APP, SERVER_APP
 
 _OF_A_SERVER = (KEY_VARIABLE, SIGNERS_VARIABLE, BUNDLES_VARIABLE)
@@ -31,6 +32,7 @@ def patch_superexec(task_type: str) -> None:
         replaced.require_attributes("SuperExec")
     except ConfigError as error:
         sys.exit(f"error: {error}")
+    write_plain_log()
     # This covers all of its calls: the client created with it only asks for tasks.
     retries.patch_retries("flwr.supercore.superexec.run_superexec", "make_simple_http_retry_invoker")
     patch_task_types(task_type)

@@ -31,6 +31,7 @@ from fedveil.guard.control_log import ControlLog
 from fedveil.guard.flower import database_locks, incomplete_replies, redelivery, replaced
 from fedveil.guard.minute_log import limit_refusal_lines
 from fedveil.guard.operator_access import App, OperatorAccessChecker
+from fedveil.guard.plain_log import write_plain_log
 from fedveil.guard.site_registry import SiteKeyChecker
 
 _WITHOUT = {"--simulation", "--help", "-h", "--version", "-V"}
@@ -99,6 +100,7 @@ def patch_superlink() -> None:
     incomplete_replies.patch_incomplete_replies()
     redelivery.patch_redelivery()
     limit_refusal_lines()
+    write_plain_log()
 
 
 def prepare_arguments() -> PortProxies | None:

@@ -37,6 +37,7 @@ from fedveil.guard import duplicate_pushes, flower, heartbeat, poll_backoff
 from fedveil.guard.flower import replaced, response_sizes, retries
 from fedveil.guard.message_intake import MessageIntake
 from fedveil.guard.minute_log import MinuteLog
+from fedveil.guard.plain_log import write_plain_log
 from fedveil.guard.task_programs import SERVER_APP
 from fedveil.sanitize import sanitize
 
@@ -61,6 +62,7 @@ def patch_supernode() -> None:
         replaced.require_attributes("SuperNode")
     except ConfigError as error:
         sys.exit(f"error: {error}")
+    write_plain_log()
     poll_backoff.patch_supernode_polling()
     patch_connection(line)
     if line.speaks == "gRPC":

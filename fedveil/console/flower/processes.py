@@ -26,6 +26,7 @@ from fedveil import proxies
 from fedveil.errors import FedVeilError
 
 MARK = "FEDVEIL_PROCESS_OWNER"
+_LARGEST_LOG = 32 << 20  # bytes
 CALL_TIMED_OUT = "no answer within"  # how the error of a command that `ProcessGroup.call` ended begins
 
 
@@ -118,6 +119,25 @@ class ProcessGroup:
     def log(self, name: str) -> Path:
         """Return the log file of `name`."""
         return self.logs / f"{name}.log"
+
+    def trim_log(self, name: str) -> bool:
+        """Move a log above 32 MiB to NAME.log.1, replacing an earlier one, and return whether it was moved.
+
+        The process keeps the file open for appending, so it is copied and emptied: a line that is written at that very
+        moment may be lost.
+        """
+        log = self.log(name)
+        try:
+            size, older = log.stat().st_size, log.with_name(f"{log.name}.1")
+            if size <= _LARGEST_LOG or shutil.disk_usage(log.parent).free < size:
+                return False
+            shutil.copyfile(log, older)
+            with log.open("ab") as file:
+                file.truncate(0)
+                file.write(f"earlier lines: {older}\n".encode())
+        except OSError:  # no log, or one that was moved away; the next call looks again
+            return False
+        return True
 
     def tail(self, name: str, lines: int = 8) -> str:
         """Return the last lines of `name`'s log, joined into one line."""

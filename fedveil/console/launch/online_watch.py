@@ -154,6 +154,8 @@ class SiteStartWatcher:
             elif not self.online and time.monotonic() - probed >= _PROBE_SECONDS:
                 self.look()
                 probed = time.monotonic()
+            if self.processes.trim_log(self.name):
+                self.began = 0
             self.listen()
             self.tell_silence()
             self.tell()

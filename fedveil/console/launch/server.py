@@ -197,6 +197,7 @@ def run(server: ServerLauncher, notifier: ServiceNotifier | None = None) -> int:
             if programs.processes.ended(NAME) is not None:
                 programs.start_again()
             programs.tell_full_disk()
+            programs.trim_log()
             notifier.tell_alive(programs.find_fault)
             time.sleep(_POLL_SECONDS)
     finally:
@@ -250,6 +251,11 @@ class _Programs:
             space = f"the disk of {self.server.state} has space again"
             print(f"server: {f'{full}; until then runs fail' if full else space}", file=sys.stderr, flush=True)
             self.disk_said = bool(full)
+
+    def trim_log(self) -> None:
+        """Keep the programs' log below its limit."""
+        if self.processes.trim_log(NAME):
+            self.began = 0
 
     def find_fault(self) -> str:
         """Return which program ended, or that the SuperLink does not complete a TLS handshake; "" if all is well."""

@@ -30,6 +30,7 @@ x-common: &common
   mem_limit: ${{FEDVEIL_MEMORY:-16g}}     # per service; a site's clientapp holds the base model
   cpus: ${{FEDVEIL_CPUS:-2}}
   pids_limit: 1024
+  logging: {{driver: json-file, options: {{max-size: 10m, max-file: "5"}}}}     # at most 50 MB of output per service
   environment: &environment
     FLWR_HOME: /state/flower
     FLWR_TELEMETRY_ENABLED: "0"

@@ -64,6 +64,27 @@ def test_whether_a_program_runs_is_looked_for_among_all_processes_until_it_is_fo
         assert time.monotonic() < deadline
 
 
+def test_a_large_log_is_moved_while_its_process_writes_on(processes, monkeypatch):
+    monkeypatch.setattr("fedveil.console.flower.processes._LARGEST_LOG", 100)
+    code = "import time\nfor i in range(300): print(f'line {i}', flush=True); time.sleep(0.002)"
+    processes.start("one", [sys.executable, "-c", code], dict(os.environ))
+    log, deadline = processes.log("one"), time.monotonic() + 60
+    assert not processes.trim_log("none")
+    while not processes.trim_log("one"):
+        assert time.monotonic() < deadline
+    monkeypatch.setattr("fedveil.console.flower.processes._LARGEST_LOG", 1 << 20)
+    while processes.ended("one") is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert not processes.trim_log("one")
+    moved, kept = log.with_name("one.log.1").read_text().splitlines(), log.read_text().splitlines()
+    assert moved == [f"line {i}" for i in range(len(moved))]
+    assert f"earlier lines: {log}.1" in kept
+    later = [line for line in kept if line.startswith("line ")]
+    assert later == [f"line {i}" for i in range(300 - len(later), 300)]  # the process appends: there is no hole
+    assert len(moved) + len(later) <= 300
+
+
 def test_kill_takes_one_and_leaves_the_other(processes):
     first, second = _start(processes, "one", "orphan"), _start(processes, "two", "parent")
     processes.kill("one")
