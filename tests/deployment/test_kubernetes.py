@@ -87,6 +87,15 @@ def test_the_programs_are_those_of_the_compose_files():
     assert flags(commands["superexec"]) == flags(services["clientapp"]["command"]) | more
 
 
+def test_a_program_that_hangs_is_restarted_after_ten_minutes_of_silence():
+    for spec in [*pods(SERVER), *pods(SITE)]:
+        for container in spec["containers"]:
+            ready, alive = container["readinessProbe"], container["livenessProbe"]
+            assert alive["exec"] == ready["exec"]  # the program itself, not whether the server answers a site
+            assert alive["periodSeconds"] * alive["failureThreshold"] >= 600
+            assert alive["timeoutSeconds"] < alive["periodSeconds"]
+
+
 def test_the_app_process_alone_has_the_key_that_signs_instructions():
     (pod,) = pods(SERVER)
     mounts = {c["name"]: {m["name"] for m in c["volumeMounts"]} for c in [*pod["containers"], *pod["initContainers"]]}
