@@ -134,7 +134,7 @@ class ClientAssignment:
         return apply_site_columns(self.config, self.site.columns)
 
     def described(self) -> dict[str, Any]:
-        """Return the run, round, method, task and model, for status and logs."""
+        """Return the run, round, method, task, model and data set, for status and logs."""
         order, config = self.order, self.config
         about: dict[str, Any] = {
             "run": order.run,
@@ -142,7 +142,8 @@ class ClientAssignment:
             "rounds": config.run.rounds,
             "method": order.method,
         }
-        return {**about, "task": config.task.name, "model": config.task.model}
+        about |= {"task": config.task.name, "model": config.task.model}
+        return about | ({"data_set": config.task.data_set} if config.task.data_set else {})
 
     def to_json(self) -> str:
         """Return the assignment as text; `from_json` returns an equal one."""

@@ -16,7 +16,9 @@ A site with several data sets names each one, and a run chooses one (`task.data-
 | the name of a data set here | - | that data set | that data set |
 | any other name | ConfigError | ConfigError | ConfigError |
 
-All data sets are charged to the one ledger in the state folder. An error does not list the names: the server reads it.
+A data set without a `unit-column` has the site's. `columns` and `data-set` at the top belong to `data`, and are refused
+without it. All data sets are charged to the one ledger in the state folder, and a run keeps to the data set of its
+first round (replay_guard.py). An error does not list the names: the server reads it.
 """
 
 from __future__ import annotations
@@ -118,7 +120,8 @@ class SiteConfig(BaseModel):
             return self
         if not self.has_data(name):
             raise ConfigError("task.data-set: this site has no data set of this name; agree on one with the site")
-        return self.model_copy(update=dict(self.data_sets[name]))
+        own = dict(self.data_sets[name])
+        return self.model_copy(update=own | {"unit_column": own["unit_column"] or self.unit_column})
 
     def list_data(self) -> dict[str, SiteConfig]:
         """Return the settings for each data set by its name, and for `data`, if it is set, by the name ""."""
@@ -148,6 +151,15 @@ def parse_site(node_config: Mapping[str, Any]) -> SiteConfig:
         raise ConfigError(
             f"node config: {key}: {first['msg']}, found {first['input']!r}; known keys: {known}"
         ) from None
+    if site.data_sets and not site.data and (site.columns or site.data_set):
+        raise ConfigError(
+            "node config: columns and data-set belong to data, which is not set; put them under [data-sets.NAME], or "
+            "leave them out"
+        )
+    named = {(own.data_set, own.data) for own in site.list_data().values() if own.data_set}
+    ids = [name for name, _ in named]
+    if repeated := sorted({name for name in ids if ids.count(name) > 1}):
+        raise ConfigError(f'node config: data-set: two data sets have the name "{repeated[0]}"; give each its own')
     if site.shard_base and site.processes < 2:
         raise ConfigError(
             "node config: shard-base: expected processes = 2 or more, to divide the base among them, found "

@@ -163,7 +163,8 @@ def count_round(assignment: ClientAssignment) -> None:
     most = load_policy(assignment.site).max_retries + 1
     bind_run(assignment)
     config = assignment.config
-    open_replay_guard(assignment).count(assignment.order.round, config.run.rounds, most, config.held_out_fraction)
+    part, name = config.held_out_fraction, config.task.data_set
+    open_replay_guard(assignment).count(assignment.order.round, config.run.rounds, most, part, name)
 
 
 def bind_run(assignment: ClientAssignment) -> None:
@@ -176,12 +177,14 @@ def check_round(assignment: ClientAssignment, most: int) -> None:
     """Raise PolicyError for a client round that the site refuses because of the rounds it has already served.
 
     The site refuses a round that is not in the run, is over, or was served `most` times; a round that holds out
-    different rows than the run's first round; any round of a purged run; and any run but the Flower run's first one.
+    different rows, or names another data set, than the run's first round; any round of a purged run; and any run but
+    the Flower run's first one.
     """
     if assignment.flower_run:
         check_flower_run(assignment.site.state_dir, assignment.flower_run, assignment.order.run)
     config = assignment.config
-    open_replay_guard(assignment).check(assignment.order.round, config.run.rounds, most, config.held_out_fraction)
+    part, name = config.held_out_fraction, config.task.data_set
+    open_replay_guard(assignment).check(assignment.order.round, config.run.rounds, most, part, name)
 
 
 def open_replay_guard(assignment: ClientAssignment) -> ReplayGuard:

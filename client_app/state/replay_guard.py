@@ -1,9 +1,10 @@
 """Record the last rounds of a run that this site served, how often and with which message; refuse other repeats.
 
     <state-dir>/<run>/<site>/served.json    {"checksum": ..., "rounds": [[round, times, served message], ...],
-                                             "of": 5, "purged": false, "scores": 3, "held-out": 0.1}: the last
-                                             two rounds, the number of held-out scores reported, and the fraction of
-                                             rows that the first round held out
+                                             "of": 5, "purged": false, "scores": 3, "held-out": 0.1,
+                                             "data-set": "icu"}: the last two rounds, the number of held-out scores
+                                             reported, the fraction of rows that the first round held out, and the name
+                                             of the data set that the first round used
 
 The site relies on this file, not on the server's claims.
 
@@ -18,6 +19,8 @@ The site relies on this file, not on the server's claims.
 | a round below 0, or at or beyond run.rounds | PolicyError |
 | any round, if the file is damaged, or missing although there is private state from a served round | StateError |
 | any round that holds out a different fraction of rows than the first one | PolicyError |
+| any round on a data set with a different name than the first one's | PolicyError: batches and held-out rows are drawn
+  alike in all rounds, so that two data sets in one run could be compared |
 | any round, after the site has purged its state for the run | PolicyError; the file stays, with {"purged": true} |
 | any round, if the file comes from a backup, so that later rounds may have been served since | PolicyError; the file
   stays, with {"restored": true} |
@@ -60,6 +63,7 @@ class _Kept:
     scores: int = 0
     held_out: float | None = None
     restored: bool = False
+    data_set: str = ""
 
     def round(self, number: int) -> _Round:
         return next((entry for entry in self.rounds if entry.number == number), _Round(number))
@@ -80,11 +84,11 @@ class ReplayGuard:
         """Open the guard for a run and a site. Raises ConfigError for a name that is not a plain file name."""
         return cls(state_folder_of(state_dir, run, site))
 
-    def check(self, round_: int, rounds: int, most: int, held_out: float = 0.0) -> int:
+    def check(self, round_: int, rounds: int, most: int, held_out: float = 0.0, data_set: str = "") -> int:
         """Return how often the round was served if the site may serve it again.
 
         The round must be below `rounds`, have been served fewer than `most` times, and hold out the same fraction of
-        rows as the run's first round.
+        rows of the same data set as the run's first round.
 
         Raises:
             PolicyError: the site may not serve the round again.
@@ -108,6 +112,11 @@ class ReplayGuard:
                 f"{held_out:g}; submit a new run"
             )
         served = [served.number for served in state.rounds]
+        if served and data_set != state.data_set:
+            raise PolicyError(
+                f'task.data-set: expected "{state.data_set}", with which this run began at this site, found '
+                f'"{data_set}"; submit a new run'
+            )
         if served and round_ not in served and round_ < served[-1]:
             raise PolicyError(
                 f"round: expected {served[0]} or a later one, found {round_}: this site does not serve older rounds; "
@@ -122,16 +131,16 @@ class ReplayGuard:
             )
         return times
 
-    def count(self, round_: int, rounds: int, most: int, held_out: float = 0.0) -> None:
+    def count(self, round_: int, rounds: int, most: int, held_out: float = 0.0, data_set: str = "") -> None:
         """Count one serving before it begins. Raises like `check`, and StateError if the file cannot be written."""
         with self._locked():
-            self.check(round_, rounds, most, held_out)
+            self.check(round_, rounds, most, held_out, data_set)
             state = self._read()
             now = state.round(round_)
             earlier = [other for other in state.rounds if other.number < round_]
             later = [replace(other, message="") for other in state.rounds if other.number > round_]
             served = (*earlier, replace(now, times=now.times + 1), *later)[-_ROUNDS:]
-            self._require_written(replace(state, rounds=served, of=rounds, held_out=held_out))
+            self._require_written(replace(state, rounds=served, of=rounds, held_out=held_out, data_set=data_set))
 
     def give_back(self, round_: int) -> None:
         """Uncount one request for a round whose message was never processed. Raises StateError."""
@@ -207,6 +216,8 @@ class ReplayGuard:
         content: dict[str, object] = {"rounds": rounds, "of": kept.of, "purged": kept.purged, "scores": kept.scores}
         if kept.held_out is not None:
             content["held-out"] = kept.held_out
+        if kept.data_set:
+            content["data-set"] = kept.data_set
         if kept.restored:
             content["restored"] = True
         write_atomic(self._file, write_checksummed(content))
@@ -238,6 +249,7 @@ class ReplayGuard:
             return _Kept(
                 tuple(rounds), int(content["of"]), bool(content["purged"]), int(content.get("scores", 0)),
                 None if held_out is None else float(held_out), content.get("restored") is True,
+                str(content.get("data-set", "")),
             )  # fmt: skip
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StateError(

@@ -65,6 +65,8 @@ def _run(parser: Callable[[], argparse.ArgumentParser], given: Sequence[str]) ->
     interrupt = _Interrupt()
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too, because shell background jobs ignore it by default
         signal.signal(number, interrupt)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup sets it
+        signal.signal(signal.SIGHUP, interrupt)  # the terminal was closed: what this command started must not stay
     try:
         whole = parser()
         try:

@@ -33,6 +33,7 @@ LOCK = "lock"
 LAST_ANSWER = "FEDVEIL_LAST_ANSWER"
 LOST_SECONDS = 60.0  # Flower ends a task when its heartbeats have been missing for this long
 TOLD_TO_END = "interrupted: its ServerApp was told to end"  # beginning of a run's reason after `flwr stop` or a signal
+LOST_CONTACT = "contact lost: "  # beginning of a run's reason after its ServerApp was cut off or frozen
 TEMPORARY = (
     "FEDVEIL_TEMPORARY"  # in the environment of a ServerApp whose federation ends with the process that started it
 )
@@ -165,10 +166,26 @@ def describe_lost_contact(now: float | None = None) -> str:
     if silent < LOST_SECONDS:
         return ""
     return (
-        f"contact lost: the ServerApp had no answer from the SuperLink for {silent:,.0f} s, so Flower ended its run. A "
+        f"{LOST_CONTACT}the ServerApp had no answer from the SuperLink for {silent:,.0f} s, so Flower ended its run. A "
         "paused machine, heavy swapping or a SuperLink that was down are the usual causes. Uploads in transit are "
         "discarded, and sites keep the charge for the round that was in progress"
     )
+
+
+def is_interruption(status: Mapping[str, Any]) -> bool:
+    """Return whether a run ended for a reason that a resume may get past, by its status as `status_of` returns it.
+
+    | status | a resume may help |
+    |---|---|
+    | died | yes, unless memory ran out, or probably did: it would run out again |
+    | failed, because contact with the SuperLink was lost | yes |
+    | failed for a reason of its own; stopped by a person; completed | no |
+    """
+    if status.get("state") == "died":
+        about = status.get("process")
+        cause = exit_cause(about if isinstance(about, dict) else {})
+        return cause not in (ExitCause.MEMORY, ExitCause.PERHAPS_MEMORY)
+    return status.get("state") == "failed" and str(status.get("reason") or "").startswith(LOST_CONTACT)
 
 
 def describe_full_disk(*folders: Path) -> str:

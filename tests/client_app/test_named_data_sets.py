@@ -12,6 +12,7 @@ from fedveil.client_app.node_config import parse_site
 from fedveil.client_app.policy import decisions
 from fedveil.client_app.policy.run_config_rules import check_run_config
 from fedveil.client_app.policy.site_policy import SitePolicy
+from fedveil.client_app.state.replay_guard import ReplayGuard
 from fedveil.config import parse
 from fedveil.console.doctor.data_checks import list_data_checks
 from fedveil.console.flower.machine import format_toml
@@ -90,12 +91,16 @@ def test_the_table_of_choices(name, node, data, tmp_path):
         {"data-sets": {"icu": {"data": ""}}},
         {"data-sets": {f"d{number}": {"data": "/d"} for number in range(33)}},
         {"data-sets": "icu"},
+        {"data-sets": {"icu": {"data": "/d"}}, "columns": {"source": "x"}},
+        {"data-sets": {"icu": {"data": "/d"}}, "data-set": "north"},
+        {"data-sets": {"icu": {"data": "/d", "data-set": "a"}, "ct": {"data": "/e", "data-set": "a"}}},
+        {"data": "/d", "data-set": "a", "data-sets": {"icu": {"data": "/e", "data-set": "a"}}},
     ],
 )
 def test_a_wrong_table_is_refused(node):
-    with pytest.raises(ConfigError, match="node config: data-sets"):
+    with pytest.raises(ConfigError, match=r"node config: (data-sets|columns and data-set|data-set: two)"):
         parse_site(flattened(node))
-    with pytest.raises(ConfigError, match="node config: data-sets"):
+    with pytest.raises(ConfigError, match=r"node config: (data-sets|columns and data-set|data-set: two)"):
         parse_site(node)
 
 
@@ -120,6 +125,41 @@ def test_a_server_cannot_probe_names_that_the_policy_does_not_permit(tmp_path):
         said[name] = str(caught.value).replace(name, "NAME")
     assert said["radiology"] == said["missing"]
     decisions.check_run(assignment({"task.data-set": "icu"}, node))
+
+
+def test_a_run_keeps_to_its_first_data_set_whatever_the_policy_permits(tmp_path):
+    policy = tmp_path / "site-policy.toml"
+    policy.write_text('[permits]\n"task.data-set" = ["icu", "radiology"]\n')
+    node = NESTED | {"policy": str(policy), "state-dir": str(tmp_path)}
+    decisions.count_round(assignment({"task.data-set": "icu"}, node))
+    decisions.check_run(assignment({"task.data-set": "icu"}, node))
+    for act in (decisions.check_run, decisions.count_round):
+        with pytest.raises(PolicyError, match=r'task\.data-set: expected "icu", with which this run began'):
+            act(assignment({"task.data-set": "radiology"}, node))
+    again = ReplayGuard.open(tmp_path, "first", "north")
+    again.count(1, 3, 3, data_set="icu")
+    with pytest.raises(PolicyError, match=r"task\.data-set"):
+        again.check(2, 3, 3, data_set="")
+
+
+def test_a_round_from_before_there_were_data_sets_goes_on(tmp_path):
+    guard = ReplayGuard.open(tmp_path, "first", "north")
+    guard.count(0, 3, 3)
+    assert b"data-set" not in (guard.folder / "served.json").read_bytes()
+    guard.count(1, 3, 3)
+    with pytest.raises(PolicyError, match=r"task\.data-set"):
+        guard.count(2, 3, 3, data_set="icu")
+
+
+def test_the_sites_unit_column_protects_every_data_set():
+    node = NESTED | {"unit-column": "person"}
+    assert assignment({"task.data-set": "radiology"}, node).site.unit_column == "person"
+    assert assignment({"task.data-set": "icu"}, node).site.unit_column == "patient"
+
+
+def test_the_log_names_the_data_set():
+    assert assignment({"task.data-set": "icu"}).described()["data_set"] == "icu"
+    assert "data_set" not in assignment({}, {"site": "north", "data": "/d"}).described()
 
 
 def kit(folder, text):

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from fedveil import strategies, tasks
 from fedveil.config import parse
-from fedveil.console.doctor.policy_for_run import PlannedExchange, write_policy_for_run
-from fedveil.console.doctor.run_refusals import list_run_refusals, verify_bundle
+from fedveil.console.doctor.policy_checks import privacy_limits_warnings
+from fedveil.console.doctor.policy_for_run import PlannedExchange, list_policy_warnings, write_policy_for_run
+from fedveil.console.doctor.run_refusals import list_run_refusals, read_policy, verify_bundle
 from fedveil.console.run_config_args import parse_overrides
 from fedveil.console.runs.secagg_preview import MaskedUploadPreview
 from fedveil.errors import ConfigError
@@ -37,7 +38,10 @@ def add_actions(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "installation's own",
     )  # fmt: skip
     policy.add_argument(
-        "--examples", type=int, metavar="N", help="this site's number of training examples, to compute max-epsilon"
+        "--examples",
+        type=int,
+        metavar="N",
+        help="this site's number of training examples (of units, for dp.unit-column), to compute max-epsilon",
     )
     policy.add_argument(
         "--sites",
@@ -71,11 +75,14 @@ def _print_policy(args: argparse.Namespace) -> int:
         file = Path(folder) / "site-policy.toml"
         file.write_text(text)
         refusals = list_run_refusals(file, bundle, exchange, config, up)
+        warnings = [*list_policy_warnings(config), *privacy_limits_warnings(read_policy(file))]
     if args.out is None:
         print(text, end="")
     else:
         write_atomic(args.out, text.encode())
         print(f"Wrote {args.out}", file=sys.stderr)
+    for warning in warnings:
+        print(f"Warning: {sanitize(warning, 1000)}.", file=sys.stderr)
     for refusal in refusals:
         print(f"This policy still refuses the run: {sanitize(refusal, 2000)}", file=sys.stderr)
     return 1 if refusals else 0

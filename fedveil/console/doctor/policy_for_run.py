@@ -25,10 +25,11 @@ from fedveil.privacy.guarantee_source import as_planned, guarantee_of
 from fedveil.privacy.ledger_account import ROW, UNIT, RunTerms, SiteAccount
 from fedveil.privacy.own_share import charged_guarantee
 
-__all__ = ["PlannedExchange", "write_policy_for_run"]
+__all__ = ["PlannedExchange", "list_policy_warnings", "write_policy_for_run"]
 
 _SPARE = 1.25  # factor on the computed bytes, for names and headers
 _HEADERS = 1_000_000
+_FEW_SITES = 3
 _TRAININGS = 2  # a method trains at most twice in a client round
 
 
@@ -52,7 +53,8 @@ def write_policy_for_run(
     """Return the policy as TOML.
 
     Args:
-        examples: the site's number of training examples, needed for max-epsilon; None leaves max-epsilon out.
+        examples: the site's number of training examples, or of units in a run with `dp.unit-column`, needed for
+            max-epsilon; None leaves max-epsilon out.
         source: the name of the file with the run config, for the first comment.
     """
     values = {
@@ -80,11 +82,25 @@ def write_policy_for_run(
         notes |= part[1]
     name = f'the run "{config.run.name}"' if config.run.name else "the run"
     introduction = (
-        f"It permits {name} of {source}: {exchange.name} on {config.task.name}, {config.run.rounds} rounds, and no "
-        "other. Read each line, and change what you did not agree to; `fedveil explain --config FILE --policy THIS` "
-        "says what the run would send from here."
+        f"It permits {name} of {source}, any number of times: {exchange.name} on {config.task.name}, at most "
+        f"{config.run.rounds} rounds. Read each line, and change what you did not agree to; `fedveil explain --config "
+        "FILE --policy THIS` says what the run would send from here."
     )
+    for line in list_policy_warnings(config):
+        introduction += f" Warning: {line}."
     return fill_policy(introduction, values, notes, _permits(config))
+
+
+def list_policy_warnings(config: RunConfig) -> list[str]:
+    """Return sentences on what the run asks for and a site should not take over without thinking."""
+    warnings = []
+    if config.task.data:
+        warnings.append(f"the run names a folder of your machine, task.data = {_names(config.task.data)[1:-1]}")
+    if config.secure.enabled and config.secure.min_sites < _FEW_SITES:
+        warnings.append(f"secure.min-sites = {config.secure.min_sites} lets the other site compute your upload")
+    if config.secure.enabled and not config.secure.max_colluders:
+        warnings.append("secure.max-colluders = 0 promises nothing if one other site works with the server")
+    return warnings
 
 
 def _secure_values(config: RunConfig) -> tuple[dict[str, str], dict[str, str]]:
@@ -134,14 +150,19 @@ def _privacy_values(method: Method, config: RunConfig, examples: int | None) -> 
     else:
         reserved = _reserved_epsilon(method, config, claim, examples)
         if math.isfinite(reserved):
-            values["max-epsilon"] = f"{math.ceil(reserved * 100) / 100:g}"
+            values["max-epsilon"] = f"{math.ceil(reserved * 100) / 100:.2f}"
             notes["max-epsilon"] = (
-                f"With {examples:,} examples, this run alone reserves {reserved:.4g} of it (at delta / 16, so that 16 "
-                f"runs keep to delta together); its own limit is {budget.epsilon:g} at its delta."
+                f"What this run reserves in an empty ledger, with {examples:,} {_unit_name(config)}: its whole plan, "
+                "with repeats, at delta / 16, so that 16 runs keep to delta together. Add what earlier runs reserved "
+                f"(fedveil site ledger show). The run's own limit is {budget.epsilon:g} at its delta."
             )
         else:
             notes["max-epsilon"] = f"No finite epsilon is known for this run with {examples:,} examples."
     return values, notes
+
+
+def _unit_name(config: RunConfig) -> str:
+    return f"units ({config.dp.unit_column})" if config.dp.unit_column else "examples"
 
 
 def _reserved_epsilon(method: Method, config: RunConfig, claim: PrivacyGuarantee, examples: int) -> float:
@@ -161,7 +182,7 @@ def _permits(config: RunConfig) -> list[tuple[str, str]]:
     defaults = RunConfig().flat()
     _, _, table = permits_for_run(config).partition("[permits]\n")
     lines = []
-    for line in table.splitlines():
+    for line in table.rstrip("\n").split("\n"):
         key = line.partition(" = ")[0].strip('"')
         default = defaults.get(key)
         says = "a parameter of the method" if key not in defaults else f"default: {json.dumps(default)}"
@@ -169,12 +190,22 @@ def _permits(config: RunConfig) -> list[tuple[str, str]]:
             says = 'this run alone; for a whole study: {pattern = "study-[0-9]+"}'
         if key == "run.resume":
             says = "continuing the run after an interruption; gives a server nothing"
-        lines.append((line, says))
+        lines.append((_printable(line), says))
     return lines
 
 
+def _printable(line: str) -> str:
+    """Return a line of TOML with characters that do not print, such as direction marks, as TOML escapes."""
+    return "".join(each if each.isprintable() else _escape(each) for each in line)
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    return f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}"
+
+
 def _names(name: str) -> str:
-    return f"[{json.dumps(name, ensure_ascii=False)}]"
+    return _printable(f"[{json.dumps(name, ensure_ascii=False)}]")
 
 
 def _round_up(number: float) -> int:

@@ -265,11 +265,13 @@ def _signal(processes: Sequence[psutil.Process], number: int) -> None:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ignore Ctrl-C and SIGTERM inside the `with` block."""
+    """Ignore Ctrl-C, SIGTERM and the end of the terminal inside the `with` block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {
+        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield
     finally:

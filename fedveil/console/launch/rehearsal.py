@@ -10,6 +10,7 @@ rehearsed here is what will happen later. Its folder:
            logs/             what the server and each site print
            report.html       the report on the run
 
+The sites are marked as simulated, so that a private run binds no data folder to a rehearsal's ledger.
 Each site is a folder of one user on one machine, so the rehearsal shows nothing about firewalls, and the user can read
 all keys and data.
 """
@@ -65,10 +66,11 @@ def list_site_folders(data: Path) -> list[RehearsedSite]:
         raise ConfigError(f"--data: {data} cannot be read ({type(error).__name__})") from None
     if len(folders) < 2:
         raise ConfigError(f"--data: {data} has {len(folders)} folders; it needs one per site, and at least two")
-    if strange := next((path.name for path in folders if not _SITE_NAME.fullmatch(path.name)), ""):
+    names = [path.name for path in folders]
+    if strange := next((name for name in names if not _SITE_NAME.fullmatch(name) or name == SERVER), ""):
         raise ConfigError(
             f"--data: {sanitize(strange, 100)} cannot be a site's name: use letters, digits, '-', '_' and '.', at most "
-            "64, starting with a letter or digit"
+            f'64, starting with a letter or digit, and not "{SERVER}"'
         )
     return [RehearsedSite(path.name, path.absolute()) for path in folders]
 
@@ -93,7 +95,9 @@ class PilotRehearsal:
         device: str | None = None,
     ) -> None:
         if folder.exists():
-            raise ConfigError(f"FOLDER: {folder} exists; a rehearsal needs a new folder")
+            raise ConfigError(f"FOLDER: {folder} exists; a rehearsal needs a new folder: remove it, or name another")
+        if settings.get("task.data-set"):
+            raise ConfigError("task.data-set: the sites of a rehearsal have one data set each; leave it out")
         self.folder, self._sites, self._say, self._device = folder.absolute(), list(sites), say, device
         self._settings = dict(settings)
         self.operator = self.folder / "operator" / FEDERATION
@@ -153,6 +157,8 @@ class PilotRehearsal:
                 "--fingerprint", fingerprint,
             )  # fmt: skip
             (kit / "site-policy.toml").write_bytes((self.folder / "site-policy.toml").read_bytes())
+            with (kit / "node-config.toml").open("a") as node_config:
+                node_config.write("simulated = true\n")
             if site.data is None:
                 rows = _write_bundled_rows(kit / "data", number, len(self._sites))
                 data = f"{rows} of the bundled texts"

@@ -78,11 +78,11 @@ def describe_site(kit: Path, user: str) -> ServiceUnit:
             f"{own / kit_reader.NODE_CONFIG}: expected state-dir, because the default is in a user's home folder, "
             'found none; add state-dir = "state"'
         )
-    state, data = node.state_dir.absolute(), Path(node.data) if node.data else None
-    writes = [state]
-    if data is not None and not node.shares_data:
+    writes = [node.state_dir.absolute()]
+    folders = [Path(each.data) for each in node.list_data().values() if each.data]
+    if not node.shares_data:
         # A private run marks the data with its ledger's end, by a file beside the rows, against a restored old ledger.
-        writes.append(data.parent if data.is_file() else data)
+        writes += [data.parent if data.is_file() else data for data in folders]
     files = [
         own,
         *(Path(file) for file in (node.policy, node.key_file, node.signing_key, node.instruction_keys) if file),
@@ -93,7 +93,7 @@ def describe_site(kit: Path, user: str) -> ServiceUnit:
         user=user,
         watched="its SuperNode and SuperExec run, and the server hears the site or cannot be reached",
         writes=tuple(writes),
-        reads=_read_paths([*writes, *files, *([data] if data else [])]),
+        reads=_read_paths([*writes, *files, *folders]),
         keeps_trying=True,
     )
 

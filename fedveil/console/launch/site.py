@@ -166,7 +166,7 @@ def _require_files(start: SiteLauncher, given: Mapping[str, Any], kit: Path | No
 def _require_examples(data: Path, where: str, kit: Path | None) -> None:
     """Raise ConfigError unless `data` has files that this user can read. `where`: the key or option that names it."""
     if not data.exists():
-        hint = "correct the path" if kit is None else "put the examples there, or name another folder with --data"
+        hint = "correct the path" if kit is None else f"put the examples there, or correct {kit_reader.NODE_CONFIG}"
         raise ConfigError(f"{where}: expected a file or folder of examples, found none at {data}; {hint}")
     if data.is_file() and not data.stat().st_size:
         raise ConfigError(f"{where}: expected examples, found an empty file at {data}; add examples")

@@ -19,6 +19,7 @@ from fedveil.console.runs import per_site, summary
 from fedveil.console.runs.progress_bar import RunProgress, round_stage
 from fedveil.console.runs.run_reader import load_run, status_of
 from fedveil.errors import FedVeilError
+from fedveil.records import process_exit
 from fedveil.sanitize import sanitize
 
 _POLL_SECONDS = 0.5
@@ -70,6 +71,12 @@ class RunFollower:
         for line in closing_lines(self.folder) if self.folder else self._told():
             print(line)
         return code
+
+    def interrupted(self) -> Path | None:
+        """Return the run's folder if the run was interrupted and can be resumed from there; None otherwise."""
+        if self.folder is None or not (self.folder / "resume.toml").is_file():
+            return None
+        return self.folder if process_exit.is_interruption(status_of(self.folder)) else None
 
     def _left(self) -> str:
         """Describe what keeps running after following stops."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import shlex
@@ -92,21 +93,30 @@ def withdrawn_lines(state_dir: Path, key_file: str = "") -> list[str]:
 
 
 def _exposure(args: argparse.Namespace) -> int:
-    site = _chosen_site(args)
-    exposure = collect_exposure(
-        args.state_dir, site, _unit(args), _data(args, site), args.unit_column or site.unit_column
-    )
+    searched, unit = _searched(args), _unit(args)
+    (first, site), *others = searched.items()
+    exposure = collect_exposure(args.state_dir, site, unit, _data(args, site), args.unit_column or site.unit_column)
+    more = {
+        name: find_unit(args.state_dir, own, unit, _data(args, own), args.unit_column or own.unit_column)
+        for name, own in others
+    }
     if args.json:
-        print(json.dumps(exposure.to_json(), indent=2))
-    else:
-        for line in exposure.lines():
-            print(line)
+        found = exposure.to_json()
+        if len(searched) > 1:
+            found["data_sets"] = {name: rows.to_json() for name, rows in {first: exposure.rows, **more}.items()}
+        print(json.dumps(found, indent=2))
+        return 0
+    for line in itertools.chain(*(rows.lines() for rows in more.values()), exposure.lines()):
+        print(line)
     return 0
 
 
 def _units(args: argparse.Namespace) -> int:
     """Print each file's counts; return 1 if a run by units would be refused."""
-    site = _chosen_site(args)
+    return max(_count_units(args, name, site) for name, site in _searched(args).items())
+
+
+def _count_units(args: argparse.Namespace, name: str, site: SiteConfig) -> int:
     data, column = _data(args, site), _column(args, site)
     files = list_row_files(data) if data is not None else []
     if not files:
@@ -115,15 +125,14 @@ def _units(args: argparse.Namespace) -> int:
 
     is_sound = True
     for file in files:
+        label = f"{name}/{sanitize(file.name, 100)}" if name else sanitize(file.name, 100)
         try:
             counts = count_units(file, column)
         except FedVeilError as error:
-            print(f"{sanitize(file.name, 100)}: cannot be counted: {sanitize(error)}")
+            print(f"{label}: cannot be counted: {sanitize(error)}")
             is_sound = False
             continue
-        print(
-            f"{sanitize(file.name, 100)}: {counts.units} units in {counts.rows} rows, at most {counts.largest} per unit"
-        )
+        print(f"{label}: {counts.units} units in {counts.rows} rows, at most {counts.largest} per unit")
         for line in _refusals(counts):
             print(f"  {line}")
             is_sound = False
@@ -158,9 +167,13 @@ def _column(args: argparse.Namespace, site: SiteConfig) -> str:
 
 
 def _withdraw(args: argparse.Namespace) -> int:
-    site = _chosen_site(args)
-    unit, column = _unit(args), _column(args, site)
-    plain, rows = read_id(unit), find_unit(args.state_dir, site, unit, _data(args, site), column)
+    searched, unit = _searched(args), _unit(args)
+    site = next((own for own in searched.values() if own.unit_column), next(iter(searched.values())))
+    plain, column = read_id(unit), _column(args, site)
+    found = {
+        name: find_unit(args.state_dir, own, unit, _data(args, own), str(args.unit_column or own.unit_column or column))
+        for name, own in searched.items()
+    }
     record = WithdrawalRecord.open(args.state_dir, FileSeal.from_key_file(site.key_file))
     is_new = record.add(plain, column)
     print("withdrawn: no client round that starts from now on will train on this unit's rows" if is_new else
@@ -168,9 +181,9 @@ def _withdraw(args: argparse.Namespace) -> int:
     remove_cached(args.state_dir, list_cached_datasets(args.state_dir))  # caches contain its rows unencrypted
     about = {"column": column, "units": len(record.read().units), "new": is_new}
     audit_log.append_entry(args.state_dir.expanduser() / audit_log.NAME, "withdrawn", about)
-    for line in rows.lines():
+    for line in itertools.chain(*(rows.lines() for rows in found.values())):
         print(line)
-    if rows.problems:
+    if any(rows.problems for rows in found.values()):
         print("this site does not train on data in which it cannot find withdrawn units")
     print("a client round in progress still uses the rows, and they stay in the data until you remove them")
     print("the privacy ledger continues: no epsilon is refunded")
@@ -206,15 +219,12 @@ def _retraining(run: RunExposure) -> Iterator[str]:
         yield f"    {submit}"
 
 
-def _chosen_site(args: argparse.Namespace) -> SiteConfig:
-    """Return the site with the chosen data set. Raises ConfigError if it has several and none is named."""
+def _searched(args: argparse.Namespace) -> dict[str, SiteConfig]:
+    """Return the site for each data set to search, by its name: the chosen one, or all."""
     site = site_of_folder(args.state_dir, args.policy, args.key_file)
-    if not args.data_set and site.data_sets and not site.data and args.data is None:
-        raise ConfigError(
-            f"--data-set: this site has several data sets ({', '.join(sorted(site.data_sets))}); name the one to "
-            "search. A withdrawal applies to all of them"
-        )
-    return site.choose_data(args.data_set) if args.data_set else site
+    if args.data is not None or args.data_set:
+        return {args.data_set: site.choose_data(args.data_set) if args.data_set else site}
+    return site.list_data()
 
 
 def _unit(args: argparse.Namespace) -> str:

@@ -67,6 +67,17 @@ class UnitRows:
         """Return the number of rows found."""
         return sum(self.files.values())
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the rows for `--json`."""
+        known = self.data is not None and bool(self.column)
+        return {
+            "data": str(self.data) if self.data else None,
+            "column": self.column or None,
+            "files": dict(self.files) if known else None,
+            "problems": dict(self.problems),
+            "withdrawn": self.withdrawn or None,
+        }
+
     def lines(self) -> Iterator[str]:
         """Yield a description of the rows, as lines."""
         if self.data is None or not self.column:
@@ -195,17 +206,9 @@ class UnitExposure:
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer for `--json`, with an infinite epsilon as the text "infinite"."""
-        rows = self.rows
-        known = rows.data is not None and bool(rows.column)
         account = self.standing.account if self.standing else None
         return {
-            "rows": {
-                "data": str(rows.data) if rows.data else None,
-                "column": rows.column or None,
-                "files": dict(rows.files) if known else None,
-                "problems": dict(rows.problems),
-                "withdrawn": rows.withdrawn or None,
-            },
+            "rows": self.rows.to_json(),
             "notes": self.notes(),
             "unit": account.unit or None if account else None,
             "delta": account.own.delta if account else None,

@@ -140,7 +140,7 @@ def _report(loss: float) -> dict[str, float]:
 @pytest.fixture
 def signal_handlers():
     """Those of the test run, put back after a test that calls a command."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -33,6 +33,24 @@ def test_signals_that_come_together_are_one(monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted: all started processes were stopped\n"
 
 
+def test_a_closed_terminal_stops_everything_unless_nohup_said_otherwise(monkeypatch):
+    stopped = []
+
+    def work(args):
+        try:
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.5)
+            return 0
+        finally:
+            stopped.append(True)
+
+    monkeypatch.setattr(methods, "run", work)
+    assert main.main(["methods"]) == 130
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert main.main(["methods"]) == 0
+    assert stopped == [True, True]
+
+
 def test_a_later_signal_breaks_off_a_stopping_that_takes_too_long(monkeypatch):
     monkeypatch.setattr(main, "_TOGETHER", 0.0)
     stopped = []

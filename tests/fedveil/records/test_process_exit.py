@@ -83,3 +83,25 @@ def test_sites_with_one_reason_stand_before_it_in_their_order():
 def test_of_many_sites_and_many_reasons_the_rest_is_counted():
     assert group_by_reason({f"s{i}": "same" for i in range(4)}, most=2) == ["s0, s1, and 2 more: same"]
     assert group_by_reason({"a": "1", "b": "2", "c": "3", "d": "3"}, most=2) == ["a: 1", "b: 2", "and 2 more"]
+
+
+@pytest.mark.parametrize(
+    "status,helps",
+    [
+        ({"state": "died", "process": {"oom_kills": 0, "boot": "another boot"}}, True),
+        ({"state": "died"}, True),
+        ({"state": "failed", "reason": f"{process_exit.LOST_CONTACT}no answer"}, True),
+        ({"state": "failed", "reason": "round 3: too few sites"}, False),
+        ({"state": "failed", "reason": None}, False),
+        ({"state": "stopped", "reason": f"{process_exit.LOST_CONTACT}no answer"}, False),
+        ({"state": "completed"}, False),
+        ({}, False),
+    ],
+)
+def test_a_resume_may_help_after_an_interruption_alone(status, helps):
+    assert process_exit.is_interruption(status) is helps
+
+
+def test_no_resume_where_memory_ran_out(monkeypatch):
+    monkeypatch.setattr(process_exit, "exit_cause", lambda about: process_exit.ExitCause.MEMORY)
+    assert not process_exit.is_interruption({"state": "died"})

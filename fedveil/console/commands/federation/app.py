@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import sys
 from datetime import UTC, date, datetime
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedveil.config import parse
 from fedveil.console.flower.app_bundle import build_bundle, bundle_digest
-from fedveil.console.flower.bundle_reader import compare_bundles, read_bundle
+from fedveil.console.flower.bundle_reader import compare_bundles, list_hidden_code, read_bundle
 from fedveil.errors import ConfigError
 from fedveil.guard import run_signature
 from fedveil.sanitize import sanitize, suggest_name
@@ -60,6 +61,8 @@ def _digest(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     content = build_bundle(args.app)
     files = read_bundle(content)
+    for warning in list_hidden_code(files):
+        print(f"WARNING: {sanitize(warning, 400)}", file=sys.stderr)
     if args.file is not None:
         if args.file not in files:
             near = suggest_name(args.file, files) or "`fedveil app show` lists its files"
@@ -74,7 +77,8 @@ def _show(args: argparse.Namespace) -> int:
         return 1 if changes else 0
     print(f"SHA-256 {hashlib.sha256(content).hexdigest()}, {len(files)} files, {sum(map(len, files.values())):,} bytes")
     for name, data in files.items():
-        print(f"{len(data):>9,}  {hashlib.sha256(data).hexdigest()[:16]}  {sanitize(name, 200)}")
+        shown = name.encode("unicode_escape").decode()  # a letter of another script may look like one of this
+        print(f"{len(data):>9,}  {hashlib.sha256(data).hexdigest()[:16]}  {sanitize(shown, 400)}")
     return 0
 
 

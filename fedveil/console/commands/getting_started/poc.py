@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
         pilot.enroll()
         pilot.start_sites()
         if code := pilot.submit():
+            say(f"The logs of the server and the sites are in {pilot.folder / 'logs'}")
             return code
         pilot.report()
         _print_next(pilot, sites[0].name, str(settings["run.name"]), args.stay, say)

@@ -4,22 +4,28 @@ By default, the command sends this installation's app. A relative run.dir is rel
 server runs apps, which is FOLDER for fedveil server start. Whatever can be checked here is checked before anything is
 sent: the method, its parameters, and the rest of the run config. Sinks in sinks.use must be installed here, because
 the server normally uses this installation. If it has its own, --extras-at-server leaves this check to the ServerApp,
-which refuses before it contacts any site. Exit codes are the same as for `fedveil watch`: 0 completed, 1 failed,
-3 stopped, 4 still running after --timeout.
+which refuses before it contacts any site. With --resume N, a run whose process dies, or loses contact with the
+SuperLink, is resumed from its checkpoint; sites keep the charge for the interrupted round.
+
+Exit codes are the same as for `fedveil watch`: 0 completed, 1 failed, 3 stopped, 4 still running after --timeout.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 from fedveil.config import RunConfig, RunSection, parse
-from fedveil.console.flower.flwr_cli import FlowerCli
+from fedveil.console.flower.flwr_cli import FlowerCli, ServerUnreachableError
 from fedveil.console.run_config_args import parse_overrides
 from fedveil.console.runs.run_follower import RunFollower
 from fedveil.console.terminal import make_console
 from fedveil.errors import ConfigError, StateError
+
+_RESUME_SECONDS, _RESTART_SECONDS = 15.0, 300.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,11 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the server has its own packages: check extras and methods only there",
     )
+    parser.add_argument(
+        "--resume", type=int, default=0, metavar="N", help="if the run's process dies or loses contact with the "
+        "SuperLink, resume it from here, at most N times; default: 0",
+    )  # fmt: skip
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Submit the run; return an exit code for its outcome."""
+    if args.resume < 0:
+        raise ConfigError(f"--resume: expected 0 or more, found {args.resume}")
     settings = parse_overrides(args.config, args.set)
     parsed = parse(settings)
     config = parsed.run
@@ -70,7 +82,30 @@ def run(args: argparse.Namespace) -> int:
     print(f"run {number}: submitted", flush=True)
     folder = Path(config.dir).expanduser() / (config.name or f"run-{number}")
     # fedveil server start runs apps in the federation's folder; a container runs them in /, like this command.
-    return RunFollower(make_console(), number, [folder, args.federation / folder], flower).to_its_end(args.timeout)
+    follower = RunFollower(make_console(), number, [folder, args.federation / folder], flower)
+    code = follower.to_its_end(args.timeout)
+    for attempt in range(1, args.resume + 1):
+        if code != 1 or (interrupted := follower.interrupted()) is None:
+            break
+        print(f"resuming it in {_RESUME_SECONDS:g} s ({attempt} of {args.resume})", flush=True)
+        time.sleep(_RESUME_SECONDS)
+        number = _submit_again(flower, args.app, parse_overrides(interrupted / "resume.toml", []))
+        print(f"run {number}: submitted", flush=True)
+        follower = RunFollower(make_console(), number, [interrupted], flower)
+        code = follower.to_its_end(args.timeout)
+    return code
+
+
+def _submit_again(flower: FlowerCli, app: Path | None, settings: dict[str, Any]) -> str:
+    """Submit a resume, waiting up to five minutes for a server that restarts. Raises LaunchError."""
+    until = time.monotonic() + _RESTART_SECONDS
+    while True:
+        try:
+            return flower.submit(app, settings)
+        except ServerUnreachableError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(_RESUME_SECONDS)
 
 
 def _require_possible(config: RunConfig) -> None:

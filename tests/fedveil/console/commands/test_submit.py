@@ -284,3 +284,61 @@ def test_another_name_a_resume_and_a_server_elsewhere_are_sent(tmp_path, flower,
     folder(tmp_path, "stopped")
     own_app(tmp_path, *more)
     assert any(isinstance(given, tuple) for given in flower)
+
+
+LOST = {"state": "failed", "round": 0, "rounds": 1, "reason": "contact lost: no answer for 90 s"}
+
+
+@pytest.fixture
+def outcomes(monkeypatch, tmp_path):
+    """Flower whose nth run leaves the nth of these statuses; the settings that each one was given."""
+    given, left = [], []
+
+    class Fake:
+        def __init__(self, home):
+            self.home = home
+
+        def submit(self, app, settings):
+            given.append(settings)
+            made = tmp_path / "runs" / "first"
+            made.mkdir(parents=True, exist_ok=True)
+            (made / "flower-run").write_text(str(len(given)))
+            (made / "status.json").write_text(json.dumps(left[min(len(given), len(left)) - 1]))
+            (made / "resume.toml").write_text('run.name = "first"\nrun.resume = true\n')
+            (made / "metrics.jsonl").write_text("")
+            return str(len(given))
+
+        def run_status(self, number):
+            return "finished:failed"
+
+        def log(self, number):
+            return ""
+
+    monkeypatch.setattr("fedveil.console.commands.runs.submit.FlowerCli", Fake)
+    monkeypatch.setattr("fedveil.console.commands.runs.submit._RESUME_SECONDS", 0.0)
+    return given, left
+
+
+@pytest.mark.parametrize(
+    "statuses,resumes,code,submissions",
+    [
+        ([LOST, LOST, {**LOST, "state": "completed", "reason": ""}], 3, 0, 3),
+        ([LOST], 2, 1, 3),
+        ([LOST], 0, 1, 1),
+        ([{**LOST, "reason": "round 0: too few"}], 3, 1, 1),
+        ([{**LOST, "reason": "interrupted: its ServerApp was told to end"}], 3, 3, 1),
+        ([{**LOST, "state": "completed", "reason": ""}], 3, 0, 1),
+    ],
+)
+def test_an_interrupted_run_is_resumed_and_no_other(tmp_path, capsys, outcomes, statuses, resumes, code, submissions):
+    given, left = outcomes
+    left.extend(statuses)
+    assert submitted(tmp_path, "--set", "run.name=first", "--resume", str(resumes)) == code
+    assert len(given) == submissions
+    assert all(settings == {"run.name": "first", "run.resume": True} for settings in given[1:])
+    assert capsys.readouterr().out.count("resuming it in") == submissions - 1
+
+
+def test_a_negative_number_of_resumes_is_refused(tmp_path, capsys, flower):
+    assert submitted(tmp_path, "--resume", "-1") == 2
+    assert "--resume: expected 0 or more" in capsys.readouterr().err

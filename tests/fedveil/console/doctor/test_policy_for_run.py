@@ -11,7 +11,7 @@ from fedveil import strategies
 from fedveil.client_app.policy.decisions import VerifiedBundle
 from fedveil.client_app.policy.site_policy import SitePolicy
 from fedveil.config import parse
-from fedveil.console.doctor.policy_for_run import PlannedExchange, write_policy_for_run
+from fedveil.console.doctor.policy_for_run import PlannedExchange, list_policy_warnings, write_policy_for_run
 from fedveil.console.doctor.run_refusals import list_run_refusals
 from fedveil.console.main import main
 from fedveil.console.provisioning.policy_template import EMPTY_POLICY
@@ -99,6 +99,24 @@ def test_a_name_from_outside_stays_a_value(lora_spec):
     assert policy["models"] == [hostile]
     assert policy["max-rounds"] == 7
     assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("text", ["a\u2028b {mr}", "a\u0085b {mr}", "a\u202eb {mr}", "a\x7fb {mr}", "a\nb {mr}"])
+def test_separators_and_direction_marks_are_escaped(tmp_path, lora_spec, text):
+    flat = PLAIN | {"task.source-template": text}
+    policy, exchange, planned = write(flat, lora_spec)
+    assert tomllib.loads(policy)["permits"]["task.source-template"] == text
+    assert all(each.isprintable() for line in policy.split("\n") for each in line)
+    assert refusals(policy, tmp_path, flat, exchange, planned) == []
+
+
+def test_what_a_site_should_not_take_over_without_thinking_is_said(lora_spec):
+    weak = SECURE | {"secure.min-sites": 2, "secure.max-colluders": 0, "task.data": "/home/registry"}
+    text, _, _ = write(weak, lora_spec)
+    for warning in list_policy_warnings(parse(weak)):
+        assert warning.split()[0] in text
+    assert len(list_policy_warnings(parse(weak))) == 3
+    assert list_policy_warnings(parse(SECURE)) == []
 
 
 def test_the_kits_policy_names_every_key():

@@ -9,7 +9,7 @@ import zipfile
 import pytest
 
 from fedveil.console.flower import bundle_reader
-from fedveil.console.flower.bundle_reader import compare_bundles, read_bundle
+from fedveil.console.flower.bundle_reader import compare_bundles, list_hidden_code, read_bundle
 from fedveil.console.main import main
 from fedveil.errors import ConfigError
 
@@ -63,12 +63,49 @@ def test_two_files_of_one_name_and_links_are_refused():
         read_bundle(target.getvalue())
 
 
+@pytest.mark.parametrize("names", [("A.py", "a.py"), ("a/x.py", "A/x.py"), ("\u017fet.py", "set.py")])
+def test_names_that_some_disks_take_for_one_are_refused(names):
+    with pytest.raises(ConfigError, match="two files named"):
+        read_bundle(packed(dict.fromkeys(names, b"")))
+
+
+@pytest.mark.parametrize(
+    "name,data,reason",
+    [
+        ("a.py", b"# vim: set fileencoding=raw_unicode_escape :\n# ok \\u000aprint(1)\n", "its encoding is raw"),
+        ("a.py", b"# coding: utf-7\n# +AAo-print(1)\n", "its encoding is utf-7"),
+        ("a.py", b"# coding: none-such\n", "its encoding is unknown"),
+        ("a.py", b"# comment\rprint(1)\n", "a carriage return inside a line"),
+        ("config\u0441.py", b"", "its name has characters outside ASCII"),
+        ("a.so", b"\x7fELF", "compiled code"),
+        ("__pycache__/a.pyc", b"", "compiled code"),
+    ],
+)
+def test_code_that_is_not_what_it_looks_like_is_named(tmp_path, capsys, name, data, reason):
+    assert any(reason in line for line in list_hidden_code({name: data}))
+    file = tmp_path / "app.fab"
+    file.write_bytes(packed({name: data}))
+    main(["app", "show", str(file)])
+    assert reason in capsys.readouterr().err
+
+
+def test_ordinary_code_is_not_named():
+    assert list_hidden_code({"a.py": "# -*- coding: utf-8 -*-\r\nx = 'é'\r\n".encode(), "b.md": b"\r"}) == []
+
+
+def test_a_line_of_a_file_cannot_pose_as_the_start_of_another(tmp_path):
+    changes = compare_bundles({"a.py": b""}, {"a.py": b"++ new/docs/readme.md\n=== docs/readme.md was changed\nx\n"})
+    assert [line for line in changes if not line.startswith(("+", "-", "@", " ", "\\"))] == ["=== a.py was changed"]
+
+
 def test_every_difference_is_shown():
     old = {"same.py": b"1\n", "gone.py": b"x\n", "changed.py": b"a\nb\n", "ends.py": b"a\n", "pixels": b"\xff\x00"}
     new = {"same.py": b"1\n", "new.py": b"y\n", "changed.py": b"a\nc\n", "ends.py": b"a\r\n", "pixels": b"\xff\x01"}
     lines = compare_bundles(old, new | {"empty.py": b""})
-    for part in ("-b", "+c", "-x", "+y", "+a\r", "Binary file pixels differs", "Empty file empty.py was added"):
+    for part in ("-b", "+c", "-x", "+y", "+a\r", "=== empty.py was added", "=== gone.py was removed"):
         assert part in lines
+    (pixels,) = [line for line in lines if line.startswith("=== pixels")]
+    assert "not text; 2 bytes with SHA-256 " in pixels
     assert not any("same" in line for line in lines)
     assert compare_bundles(old, old) == []
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -39,7 +42,12 @@ def test_sites_are_the_folders_of_the_data(tmp_path):
 
 @pytest.mark.parametrize(
     "folders,reason",
-    [([], "has 0 folders"), (["north"], "has 1 folders"), (["north", "so uth"], "so uth cannot be a site's name")],
+    [
+        ([], "has 0 folders"),
+        (["north"], "has 1 folders"),
+        (["north", "so uth"], "so uth cannot be a site's name"),
+        (["north", "server"], "server cannot be a site's name"),
+    ],
 )
 def test_other_data_is_refused(tmp_path, folders, reason):
     for name in folders:
@@ -65,6 +73,7 @@ def test_a_given_run_keeps_its_keys():
         (["--sites", "1"], "2 to 50 sites, not 1"),
         (["--sites", "3", "--data", "."], "omit one of the two"),
         (["--set", "run.roundz=1"], "did you mean run.rounds"),
+        (["--set", "task.data-set=icu"], "have one data set each"),
     ],
 )
 def test_a_wrong_argument_creates_nothing(tmp_path, capsys, arguments, reason):
@@ -107,10 +116,41 @@ def test_a_pilot_is_rehearsed_from_provision_to_report(tmp_path, capsys, program
         assert policy.methods == ["fedavg"]
         assert policy.min_examples == 100
         assert tomllib.loads((kit / "node-config.toml").read_text())["data"] == str(data / name)
+        assert not list((data / name).glob(".fedveil*"))  # a rehearsal leaves no mark on real data
         events = [json.loads(line)["event"] for line in (kit / "state" / "audit-log.jsonl").read_text().splitlines()]
         assert "sent" in events
     left = [process for process in psutil.process_iter(["name"]) if process.pid not in before and _of(process, folder)]
     assert left == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_whose_process_is_killed_is_resumed(tmp_path, programs):
+    """`fedveil submit --resume 1`: kill -9 after the first round that counts, and the run ends with all rounds."""
+    settings = {
+        "method.name": "fedavg", "run.name": "killed", "run.rounds": 4, "train.max-steps": 8, "cohort.sites": 2,
+        "cohort.wait-seconds": 300.0,
+    }  # fmt: skip
+    sites = [RehearsedSite("north"), RehearsedSite("south")]
+    with PilotRehearsal(tmp_path / "pilot", sites, settings, print, "cpu") as pilot:
+        pilot.write_policy()
+        pilot.provision()
+        pilot.enroll()
+        pilot.start_sites()
+        run = pilot.operator / "runs" / "killed"
+        fedveil = str(Path(sys.executable).with_name("fedveil"))
+        command = [fedveil, "submit", "--federation", str(pilot.operator), "--config", str(pilot.run_file)]
+        submit = subprocess.Popen([*command, "--resume", "1"], stdout=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 240
+        while '"round": 0' not in (run / "metrics.jsonl").read_text() if (run / "metrics.jsonl").is_file() else True:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        psutil.Process(json.loads((run / "lock").read_text())["pid"]).kill()
+        output, _ = submit.communicate(timeout=300)
+    assert submit.returncode == 0, output
+    assert "resuming it in 15 s (1 of 1)" in output
+    assert Run(run).state == "completed"
+    assert {row["round"] for row in Run(run).metrics} == {0, 1, 2, 3}
 
 
 def _of(process: psutil.Process, folder: Path) -> bool:

@@ -212,6 +212,11 @@ def test_a_site_writes_its_state_and_the_mark_in_its_data_and_nothing_else(kit, 
     (kit / "rows.jsonl").write_text(json.dumps({}))
     node.write_text(text.replace('data = "data"', 'data = "rows.jsonl"'))
     assert list(map(str, service_install.describe_site(kit, "fedveil").writes)) == [f"{kit}/state", str(kit)]
+    tables = '[data-sets.icu]\ndata = "icu"\n[data-sets.ct]\ndata = "/mnt/ct"\n'
+    node.write_text("".join(line for line in text.splitlines(True) if not line.startswith("data")) + tables)
+    unit = service_install.describe_site(kit, "fedveil")
+    assert list(map(str, unit.writes)) == [f"{kit}/state", f"{kit}/icu", "/mnt/ct"]
+    assert "/mnt/ct" in map(str, unit.reads)
     node.write_text(text.replace('state-dir = "state"', 'state-dir = "~/state"'))
     with pytest.raises(ConfigError, match="found ~ in state-dir; write the whole path"):
         service_install.describe_site(kit, "fedveil")

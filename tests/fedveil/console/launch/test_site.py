@@ -103,7 +103,7 @@ def test_a_kit_without_keys_or_rows_says_what_is_missing(kit, capsys):
     (kit / "keys" / "signing.key").chmod(0o600)
     (kit / "data").rename(kit / "rows")
     assert start(kit) == 2
-    assert "put the examples there, or name another folder with --data" in capsys.readouterr().err
+    assert "put the examples there, or correct node-config.toml" in capsys.readouterr().err
     (kit / "data" / "train").mkdir(parents=True)
     assert start(kit) == 2
     assert f"data: expected examples, found no file in the folder {kit}/data;" in capsys.readouterr().err

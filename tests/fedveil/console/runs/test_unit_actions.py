@@ -98,6 +98,35 @@ def test_exposure_as_json_has_the_same_figures_and_no_id(state, capsys):
     assert "secret-2" not in text.lower()
 
 
+def test_every_data_set_of_a_site_is_searched(state, tmp_path, capsys):
+    """A withdrawal applies to all of them, so each one is searched, and one in which no id can be found is named."""
+    (tmp_path / "ct").mkdir()
+    (tmp_path / "ct" / "train.jsonl").write_text('{"mr": "a", "ref": "b", "person": "Secret-2"}\n')
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "train.jsonl").write_text('{"mr": "a", "ref": "b"}\n')
+    (state / "north.toml").write_text(
+        f'site = "north"\nunit-column = "patient"\n[data-sets.icu]\ndata = "{tmp_path / "data"}"\n'
+        f'[data-sets.ct]\ndata = "{tmp_path / "ct"}"\nunit-column = "person"\n'
+        f'[data-sets.lab]\ndata = "{tmp_path / "lab"}"\n'
+    )
+    asked = ("--unit", "secret-2", "--state-dir", state)
+    output = did(capsys, "exposure", *asked)
+    assert f'1 in train.jsonl (column "person" of {tmp_path / "ct"})' in output
+    assert f'(column "patient" of {tmp_path / "data"})' in output
+    assert "rows in train.jsonl: unknown:" in output
+    found = json.loads(did(capsys, "exposure", *asked, "--json"))["data_sets"]
+    assert found["ct"]["files"] == {"train.jsonl": 1}
+    assert sum(found["icu"]["files"].values()) == 3
+    assert found["lab"]["problems"]
+    only = did(capsys, "exposure", *asked, "--data-set", "ct")
+    assert str(tmp_path / "data") not in only
+    output = did(capsys, "withdraw", *asked)
+    assert str(tmp_path / "ct") in output
+    assert "does not train on data in which it cannot find withdrawn units" in output
+    assert main(["site", "exposure", *map(str, asked), "--data-set", "none"]) == 2
+    assert "no data set of this name" in capsys.readouterr().err
+
+
 def test_an_unknown_place_and_an_unknown_unit_are_said(state, tmp_path, capsys):
     assert "rows in the data now: none (" in did(capsys, "exposure", "--unit", "7", "--state-dir", state)
     (state / "north.toml").unlink()
