@@ -150,7 +150,7 @@ def test_a_run_whose_process_is_killed_is_resumed(tmp_path, programs):
     assert submit.returncode == 0, output
     assert "resuming it in 15 s (1 of 1)" in output
     assert Run(run).state == "completed"
-    assert {row["round"] for row in Run(run).metrics} == {0, 1, 2, 3}
+    assert {row["round"] for row in Run(run).metrics} == {1, 2, 3, 4}
 
 
 def _of(process: psutil.Process, folder: Path) -> bool:
