@@ -29,7 +29,7 @@ from fedveil.client_app.instruction import ClientAssignment
 from fedveil.client_app.policy import decisions
 from fedveil.client_app.ranks.launcher import RankLauncher, at_first, count_ranks
 from fedveil.client_app.site_columns import describe_site_columns, name_site_columns
-from fedveil.client_app.state.data_sets import ID_FILE, SiteDataset, remove_shelves, shelf_of
+from fedveil.client_app.state.data_sets import ID_FILE, SiteDataset, remove_outdated, remove_shelves, shelf_of
 from fedveil.client_app.state.held_out_record import HeldOutRecord
 from fedveil.client_app.state.withdrawn_units import WithdrawalRecord, WithdrawnUnits
 from fedveil.client_app.trainer_stack import build_trainer, why_counts_stay
@@ -169,6 +169,8 @@ class ClientSession:
             if withdrawn.units:
                 remove_shelves(site.state_dir)
             shelf = shelf_of(site.state_dir, data, site.data_set) if is_shelved else None
+            if shelf is not None and remove_outdated(shelf, fingerprint):
+                log.info("task.data: its files have changed, so the examples prepared from earlier ones were removed")
             with collect_notes() as notes:
                 prepared = task.prepare(data, "train", share, shelf)
             task.require_shared_classes()

@@ -49,7 +49,7 @@ from typing_extensions import override
 from fedveil.client_app.state.overlapping_data import MAX_ENTRIES, FolderScan, find_id_files, scan_folder
 from fedveil.errors import ConfigError, StateError
 from fedveil.privacy.ledger import LedgerWitness, WitnessMark
-from fedveil.records.atomic_files import sync_folder
+from fedveil.records.atomic_files import sync_folder, write_atomic
 from fedveil.records.file_locks import lock_within
 
 if TYPE_CHECKING:
@@ -246,6 +246,32 @@ def shelf_of(state_dir: Path, data: Path, given: str = "") -> Path:
     except (OSError, ValueError, KeyError, TypeError):
         name = f"path-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:32]}"
     return state_dir.expanduser() / PREPARED / name
+
+
+def remove_outdated(shelf: Path, files: object) -> bool:
+    """Remove a data set's prepared examples if its files changed since then. Return whether any were removed.
+
+    Otherwise the rows that a site has deleted would stay in a prepared set until newer sets replace it.
+
+    Args:
+        shelf: from `shelf_of`.
+        files: names, sizes and times of the data files, as JSON values.
+
+    Raises:
+        StateError: the folder cannot be changed.
+    """
+    noted, now = shelf.with_name(f".{shelf.name}.files"), hashlib.sha256(json.dumps(files).encode()).hexdigest()
+    try:
+        if noted.is_file() and noted.read_bytes() == now.encode():
+            return False
+        is_outdated = shelf.is_dir() and any(shelf.iterdir())
+        if is_outdated:
+            shutil.rmtree(shelf)
+        shelf.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomic(noted, now.encode())
+    except OSError as error:
+        raise StateError(f"{shelf}: cannot remove prepared examples: {error}; remove the folder") from error
+    return is_outdated
 
 
 def remove_shelves(state_dir: Path) -> None:

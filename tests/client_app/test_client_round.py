@@ -68,6 +68,11 @@ def test_a_worker_s_first_turn_keeps_the_rows_and_the_next_worker_takes_them(tmp
     again = upload(data, tmp_path / "state")
     assert {name: value.tolist() for name, value in first.items()} == {n: value.tolist() for n, value in again.items()}
     assert [path.name for path in data.iterdir()] == ["train.jsonl"]  # nothing is written beside the rows
+    monkeypatch.undo()
+    rows = (data / "train.jsonl").read_text().splitlines(True)
+    (data / "train.jsonl").write_text("".join(rows[1:]))
+    upload(data, tmp_path / "state")
+    assert not cache_folder.exists()  # it had the deleted row
 
 
 @pytest.mark.long

@@ -25,7 +25,7 @@ from fedveil.client_app import client_session
 from fedveil.client_app.instruction import ClientAssignment
 from fedveil.client_app.state import data_sets, overlapping_data
 from fedveil.client_app.state.client_state import open_ledger
-from fedveil.client_app.state.data_sets import ID_FILE, FolderWitness, SiteDataset
+from fedveil.client_app.state.data_sets import ID_FILE, FolderWitness, SiteDataset, remove_outdated, shelf_of
 from fedveil.config import parse
 from fedveil.contract.message_address import MessageAddress
 from fedveil.contract.method import RoundContext, hyperparameters_of
@@ -441,3 +441,27 @@ def test_a_witness_that_is_damaged_stops_the_site(tmp_path):
     (tmp_path / ID_FILE).write_text("{")
     with pytest.raises(StateError, match="restore it from a backup"):
         FolderWitness.find(tmp_path).read()
+
+
+def test_prepared_examples_of_files_that_changed_are_removed(tmp_path):
+    """A deleted row must not stay in a prepared set."""
+    shelf, files = shelf_of(tmp_path / "state", tmp_path), (("train.jsonl", 10, 1),)
+    assert not remove_outdated(shelf, files)  # nothing is prepared yet
+    (shelf / "set").mkdir(parents=True)
+    (shelf / "set" / "ids.bin").write_bytes(b"rows")
+    other = shelf.with_name("other")
+    other.mkdir()
+    assert not remove_outdated(shelf, files)
+    assert (shelf / "set" / "ids.bin").exists()
+    assert remove_outdated(shelf, (("train.jsonl", 9, 2),))
+    assert not shelf.exists()
+    assert other.exists()
+    assert not remove_outdated(shelf, (("train.jsonl", 9, 2),))
+
+
+def test_prepared_examples_of_unknown_files_are_removed(tmp_path):
+    """Those of a version that did not note the files."""
+    shelf = shelf_of(tmp_path / "state", tmp_path)
+    (shelf / "set").mkdir(parents=True)
+    assert remove_outdated(shelf, ())
+    assert not shelf.exists()
