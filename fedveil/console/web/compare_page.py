@@ -209,7 +209,7 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return [point for i, point in enumerate(points) if i % every == 0 or i == len(points) - 1]
 
 
-def _known(points: Sequence[tuple[float, Any]]) -> list[tuple[float, float]]:
+def _known(points: Sequence[tuple[int, Any]]) -> list[tuple[int, float]]:
     return [(x, float(y)) for x, y in points if isinstance(y, int | float) and abs(y) < 1e300]
 
 

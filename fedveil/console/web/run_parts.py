@@ -112,7 +112,7 @@ def attack_tile(audit: AuditReport | None) -> Tile:
 
 def attack_rows(found: Sequence[AttackFinding]) -> list[list[object]]:
     """Return a row per attack: name, what it does, its strongest finding about the run, and what that means."""
-    rows = []
+    rows = list[list[object]]()
     for name in attack_names(found):
         own = [f for f in found if f.attack == name and f.kind == "about the run"]
         if not own:

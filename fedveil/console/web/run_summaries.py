@@ -122,7 +122,7 @@ class RunSummaries:
             self._summarize(stale.pop(0), stamps)
         if stale:
             asked = tuple(stamps[place.key] for place in stale)
-            self.later.ask("summaries", asked, lambda: [self._summarize(place, stamps) for place in stale], 0.0)
+            self.later.ask("summaries", asked, lambda: self._summarize_all(stale, stamps), 0.0)
         runs, broken, unread = list[RunSummary](), list[tuple[str, str]](), list[RunLocation]()
         for place in places:
             entry = self._kept.get(place.key)
@@ -133,6 +133,11 @@ class RunSummaries:
             else:
                 runs.append(_with_state(entry[1]))
         return SummariesRead(runs, broken, unread)
+
+    def _summarize_all(self, places: Sequence[RunLocation], stamps: dict[str, Stamp]) -> int:
+        for place in places:
+            self._summarize(place, stamps)
+        return len(places)
 
     def _summarize(self, place: RunLocation, stamps: dict[str, Stamp]) -> None:
         entry: RunSummary | str
