@@ -14,7 +14,8 @@
 
 A browser sends a host's cookies to every port on that host, so another user's server on this machine could receive
 ours. It does not, because it does not know PLACE. Every response forbids what our pages do not use: inline scripts
-and styles, requests to other hosts, frames, forms, and cached copies.
+and styles, requests to other hosts, frames, forms that send anything to another host, and cached copies. A form here
+only asks for another page.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ HOSTS = ("127.0.0.1", "localhost")
 METRICS_PATH = "/metrics"
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'"
+    "form-action 'self'; frame-ancestors 'none'"
 )
 _HEADERS = {
     "Content-Security-Policy": POLICY,

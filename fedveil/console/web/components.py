@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ _FAILURES = ("failed", "refused", "withheld")
 _HASH = re.compile(r"(\d+:)?[0-9a-f]{40,}")
 _WORDS = 600  # maximum characters in one log value
 _SECONDS_DIGITS = 7  # maximum digits in a number of seconds that the page itself counts
+_LONGEST_COMMAND = 2000
 _MOST_POINTS = 2000  # maximum points in a chart
 DRAWING = threading.Lock()  # because all threads share matplotlib's settings
 STATES = {
@@ -102,7 +104,12 @@ def _verified(file: Path) -> LogVerdict:
 
 def page_link(base: str, path: Sequence[str], words: object) -> Html:
     """Return a link to a dashboard page; each path part, with any content, becomes one URL component."""
-    return Html(f'<a href="{base}/{"/".join(quote(part, safe="") for part in path)}">{escape_text(words)}</a>')
+    return Html(f'<a href="{base}/{"/".join(map(url_part, path))}">{escape_text(words)}</a>')
+
+
+def url_part(text: str) -> str:
+    """Return a text, such as a name of a file that is no valid UTF-8, as one component of a URL."""
+    return quote(text, safe="", errors="replace")
 
 
 def state_badge(word: str, left: str = "") -> Html:
@@ -119,6 +126,36 @@ def round_progress(folder: Path) -> Html:
     if countdown.seconds.isdecimal() and len(countdown.seconds) <= _SECONDS_DIGITS:
         seconds = Html(f'<span data-step="{countdown.step:d}">{countdown.seconds}</span>')
     return join_markup([escape_text(countdown.before), escape_text(seconds), escape_text(countdown.after)], "")
+
+
+def command_line(*words: object) -> Html:
+    """Return a shell command with a button that copies it; "" for one that is too long to be shown whole.
+
+    A path may contain anything: each word is quoted for the shell, and the button exists for the page's script alone.
+    """
+    text = shlex.join(map(str, words))
+    if len(text) > _LONGEST_COMMAND or not text.isprintable():
+        return Html("")
+    return Html(
+        f'<span class="command"><code>{escape_text(text)}</code> <button type="button" hidden>Copy</button></span>'
+    )
+
+
+def fact_tiles(tiles: Iterable[tuple[str, object, object]]) -> Html:
+    """Return key figures as tiles: name, value, and a note in small print, which may be ""."""
+    return html_tag(
+        "dl",
+        join_markup(
+            html_tag(
+                "div",
+                join_markup([
+                    html_tag("dt", name), html_tag("dd", value), html_tag("dd", note, "note") if note else "",
+                ]),
+            )
+            for name, value, note in tiles
+        ),
+        "facts tiles",
+    )  # fmt: skip
 
 
 def failure_count(count: int) -> object:
@@ -141,9 +178,15 @@ def format_time(value: object) -> object:
 def format_duration(started: object, ended: object) -> str:
     """Return the time between two ISO 8601 times, such as "2 h 5 min"; "" if one is missing or malformed."""
     try:
-        seconds = (datetime.fromisoformat(str(ended)) - datetime.fromisoformat(str(started))).total_seconds()
+        return format_seconds(
+            (datetime.fromisoformat(str(ended)) - datetime.fromisoformat(str(started))).total_seconds()
+        )
     except (ValueError, TypeError, OverflowError):
         return ""
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a length of time as words, such as "2 h 5 min"; a negative one as "0 s"."""
     minutes, rest = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     if hours >= 24:

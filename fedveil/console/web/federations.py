@@ -14,6 +14,7 @@ from fedveil.console.provisioning.federation_folder import SiteRegistry, registr
 from fedveil.console.provisioning.online_status import why_absent
 from fedveil.console.provisioning.refused_calls import CONTROL_LOG, read_refused_calls
 from fedveil.console.web import safe_files
+from fedveil.console.web.attention import KEY_DAYS, Need, certificate_needs, describe_days, key_days_left
 from fedveil.console.web.background import BackgroundQueries, CachedAnswer
 from fedveil.console.web.components import state_badge
 from fedveil.console.web.metrics import GaugeSample
@@ -24,6 +25,7 @@ from fedveil.sanitize import sanitize
 _ASK_FLOWER = 30.0  # seconds between queries; each costs two CPU seconds
 _ANSWER_FLOWER = 10.0  # seconds that a page waits for an answer
 _ANSWER_SCRAPE = 7.0  # the same for a scrape, of all federations together; Prometheus by default gives up after 10 s
+_MOST_NEEDS = 10  # sites of a federation that need a person and are named at the top of the page
 _OLD_ANSWER = 120.0  # seconds after which an old answer counts as none in the metrics
 
 
@@ -69,7 +71,11 @@ class DashboardFederations:
         return {name: file for name, file in files.items() if safe_files.file_stamps([file])}
 
     def all(self) -> list[dict[str, Any]]:
-        """Return each federation for the page: its members as `rows`, the number `online`, and a note `said`."""
+        """Return each federation for the page.
+
+        Each has its members as `rows`, the number `online`, a note `said`, what `needs` a person, and the number of
+        sites of which it is `unknown` whether they are online.
+        """
         return [{"name": name, **self._members(folder)} for name, folder in self.folders.items()]
 
     def online(self) -> dict[tuple[str, str], object]:
@@ -109,12 +115,13 @@ class DashboardFederations:
             message = (
                 f"Its registry cannot be read: {sanitize(error if isinstance(error, FedVeilError) else repr(error))}"
             )
-            return {"asked": False, "rows": [], "said": message, "online": 0, "of": 0}
+            needs = [Need(f"Federation {folder.name}", message)]
+            return {"asked": False, "rows": [], "said": message, "online": 0, "of": 0, "needs": needs, "unknown": 0}
 
     def _of_members(self, folder: Path) -> dict[str, Any]:
         members, online, refused = SiteRegistry(folder), self._answer(folder), read_refused_calls(folder)
         nodes = dict(online.value.nodes) if online.value is not None else {}
-        rows, well = [], 0
+        rows, well, needs, not_known = [], 0, list[Need](), 0
         for site, entry in sorted(members.sites.items()):
             why = why_absent(entry, nodes)
             # An outdated answer does not cover sites added since then, so it gives no advice.
@@ -122,6 +129,7 @@ class DashboardFederations:
             unknown = bool(is_old) and entry["state"] == "registered"
             is_online = not why and not unknown
             well += is_online
+            not_known += unknown
             shown_state: object = (
                 state_badge("online")
                 if is_online
@@ -132,10 +140,22 @@ class DashboardFederations:
             until = str(entry.get("until", ""))[:10]
             notes = ["" if unknown else why, str(refused[site]) if site in refused else ""]
             rows.append([site, shown_state, entry["state"], until or None, "; ".join(filter(None, notes))])
+            wrong = _needs_of_site(entry, "" if unknown or is_online else why, until)
+            is_rogue = site in refused and refused[site].is_rogue
+            wrong += [str(refused[site])] if is_rogue else []
+            needs += [Need(f"Site {site}", "; ".join(wrong), is_urgent=is_rogue)] if wrong else []
         message = f"Flower does not answer: {online.why}" if online.why else ""
         if not message and not online.is_new:
             message = "Asking Flower." if online.value is None else f"{online.since}; asking Flower."
-        return {"asked": online.value is not None, "rows": rows, "said": message, "online": well, "of": len(rows)}
+        more = len(needs) - _MOST_NEEDS
+        if more > 0:
+            needs = [*needs[:_MOST_NEEDS], Need(f"{more:,} more sites", "the table of members below has the reasons")]
+        needs += [Need("Flower", f"does not answer: {online.why}")] if online.why else []
+        needs += certificate_needs(members.federation.name, folder)
+        return {
+            "asked": online.value is not None, "rows": rows, "said": message, "online": well, "of": len(rows),
+            "needs": needs, "unknown": not_known,
+        }  # fmt: skip
 
     def _answer(self, folder: Path, patience: float | None = None) -> CachedAnswer[_FlowerAnswer]:
         # A lane for each federation: a SuperLink that does not answer delays no other.
@@ -143,6 +163,17 @@ class DashboardFederations:
             ("flower", folder), int(time.time() / _ASK_FLOWER), lambda: _ask_flower(folder),
             _ANSWER_FLOWER if patience is None else patience, folder,
         )  # fmt: skip
+
+
+def _needs_of_site(entry: Mapping[str, Any], absent: str, until: str) -> list[str]:
+    """Return why a site needs a person: it is away, or its key ends soon. A revoked site is away on purpose."""
+    if entry["state"] == "revoked":
+        return []
+    needs = [absent] if absent else []
+    days = key_days_left(entry) if entry["state"] == "registered" else None
+    if days is not None and days < KEY_DAYS:
+        needs.append(f"its key {describe_days(days, until)}: fedveil site init --renew at the site")
+    return needs
 
 
 def _ask_flower(folder: Path) -> _FlowerAnswer:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -27,6 +28,8 @@ from fedveil.sanitize import sanitize
 _ROOM = "console/web"
 _FILES = {"page.css": "text/css", "live.js": "text/javascript"}
 _LONGEST_PATH = 512
+_LONGEST_QUERY, _MOST_FIELDS = 12_000, 100  # of an address: characters, and values
+PageQuery = Mapping[str, Sequence[str]]  # the values of an address's query, by name
 
 
 class PageNotFound(Exception):
@@ -49,14 +52,14 @@ class DashboardPages:
     Attributes:
         name: the heading on every page.
         links: path and label of each page linked from every page.
-        view: builds the page for a path's components. Raises PageNotFound or FedVeilError.
+        view: builds the page for a path's components and a query. Raises PageNotFound or FedVeilError.
         state: returns a digest of everything that pages show; while it is unchanged, so are the pages.
         metrics: returns the samples for /metrics.
     """
 
     name: str
     links: Sequence[tuple[str, str]]
-    view: Callable[[Sequence[str]], PageView]
+    view: Callable[[Sequence[str], PageQuery], PageView]
     state: Callable[[], str]
     metrics: Callable[[], Iterable[GaugeSample]] = tuple
 
@@ -77,7 +80,8 @@ def make_app(site: DashboardPages, entry: DashboardCredentials, ending: Callable
         path = request.path_params["path"][:_LONGEST_PATH]
         state = site.state()
         try:
-            return rendered(site.view(path.split("/") if path else []), 200, path, state)
+            query = parse_query(request.url.query)
+            return rendered(site.view(path.split("/") if path else [], query), 200, path, state)
         except PageNotFound as error:
             return rendered(_sorry("Page not found", str(error)), 404, "", state)
         except (FedVeilError, OSError) as error:
@@ -109,6 +113,21 @@ def make_app(site: DashboardPages, entry: DashboardCredentials, ending: Callable
     if entry.scrape_token:  # without a token, nobody may read them, so there is no such path
         mounted.append(Route(METRICS_PATH, scrape))
     return Starlette(routes=mounted, exception_handlers={404: lost})
+
+
+def parse_query(text: str) -> PageQuery:
+    """Return the values of an address's query by name. Raises PageNotFound for one that is too long."""
+    try:
+        if len(text) > _LONGEST_QUERY:
+            raise ValueError
+        return parse_qs(text, max_num_fields=_MOST_FIELDS)
+    except ValueError:
+        raise PageNotFound("this address asks for too much at once; use the links and forms on the pages") from None
+
+
+def first_value(query: PageQuery, name: str) -> str:
+    """Return the first value of a name in a query; "" if there is none."""
+    return next(iter(query.get(name, ())), "")
 
 
 def page_digest(parts: object) -> str:

@@ -34,6 +34,8 @@ _READ = (
     findings.PICTURES,
 )
 _NUMBER = "flower-run"
+_FINAL, _MOST_MODEL_FILES = "final", 200  # the model's folder, and the files of it that are listed
+_CARD_FILES = ("final/privacy.json", "final/privacy.dsse.json")
 Stamp = tuple[tuple[str, int, int], ...]
 
 
@@ -138,8 +140,27 @@ def file_stamps(files: Iterable[Path]) -> Stamp:
 
 
 def run_stamp(place: RunLocation) -> Stamp:
-    """Return the stamp for a run's files."""
-    return file_stamps(place.folder / name for name in _READ)
+    """Return the stamp for a run's files and its card."""
+    return file_stamps(place.folder / name for name in (*_READ, *_CARD_FILES))
+
+
+def model_folder(place: RunLocation) -> Path | None:
+    """Return the folder of the run's model; None if there is none, or if it is a link."""
+    folder = place.folder / _FINAL
+    try:
+        return folder if stat.S_ISDIR(folder.lstat().st_mode) else None
+    except OSError:
+        return None
+
+
+def model_files(place: RunLocation) -> dict[str, int]:
+    """Return the name and the bytes of each regular file of the run's model, sorted; at most 200, links left out."""
+    folder = model_folder(place)
+    if folder is None:
+        return {}
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in islice(entries, _MOST_ENTRIES))[:_MOST_MODEL_FILES]
+    return {name: about.st_size for name, about in _regular(folder, names).items()}
 
 
 def tail_log(file: Path, most: int = MOST_LINES) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from fedveil.console.web import safe_files, server_metrics, site_metrics
 from fedveil.console.web.background import BackgroundQueries, CachedAnswer
 from fedveil.console.web.components import LOG_HEAD, failure_count, format_time, log_rows, log_verdict, rounds_from_1
 from fedveil.console.web.metrics import GaugeSample, join_groups
-from fedveil.console.web.pages import PageNotFound, PageView, page_digest
+from fedveil.console.web.pages import PageNotFound, PageQuery, PageView, page_digest
 from fedveil.console.web.report.html import html_tag
 from fedveil.contract.privacy import UNTIMED
 from fedveil.guard import last_heartbeat
@@ -64,8 +64,8 @@ class SiteViews:
     later: BackgroundQueries = field(default_factory=BackgroundQueries)
     _state: tuple[float, str] = (0.0, "")
 
-    def view(self, path: Sequence[str]) -> PageView:
-        """Return the page at a path. Raises PageNotFound or FedVeilError."""
+    def view(self, path: Sequence[str], query: PageQuery) -> PageView:
+        """Return the page at a path; these pages have no query. Raises PageNotFound or FedVeilError."""
         match list(path):
             case []:
                 return self._home()

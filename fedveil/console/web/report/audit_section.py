@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fedveil.attacks import base
 from fedveil.attacks.audit import findings, verdict
+from fedveil.attacks.audit.attack_words import describe_attack
 from fedveil.attacks.audit.findings import AttackFinding, AuditReport
 from fedveil.console.web.report import forest_plot
 from fedveil.console.web.report.html import Html, html_details, html_list, html_table, html_tag, join_markup
@@ -38,8 +39,12 @@ def findings_html(run: Path) -> Html | None:
         return None
     parts: list[object] = [html_tag("p", verdict.audit_verdict(audit.findings), "verdict")]
     if plot := forest_plot.forest_svg(audit.findings, run.name):
-        words = html_tag("figcaption", forest_plot.forest_caption(audit.findings))
-        parts.append(html_tag("figure", join_markup([Html(plot), words]), "forest"))
+        caption = html_tag("figcaption", forest_plot.forest_caption(audit.findings))
+        parts.append(html_tag("figure", join_markup([Html(plot), caption]), "forest"))
+        named = dict.fromkeys(f.attack for f in forest_plot.forest_rows(audit.findings))
+        parts.append(
+            html_list(f"{sanitize(name, 80)}: it {said}." for name in named if (said := describe_attack(name)))
+        )
     head = ["AUROC", "TPR at 1 % FPR", "epsilon at least", "members", "non-members", "corrected verdict"]
     every = html_table(["model", "attack", *head], [_row(f) for f in audit.findings])
     parts += [

@@ -11,14 +11,23 @@
     if (word.textContent !== text) word.textContent = text;
   }
 
-  const inside = () => [...main.querySelectorAll("a, summary, [tabindex]")];
+  const inside = () => [...main.querySelectorAll("a, summary, button, input, select, [tabindex]")];
+  const fields = () => [...main.querySelectorAll("input, select")];
+  const isTyped = (one) => one.matches("select, input[type=search]");
 
   function replace(fresh) {
     const open = new Set([...main.querySelectorAll("details[open] > summary")].map((one) => one.textContent));
     const focus = inside().indexOf(document.activeElement);
+    const ticked = new Map(fields().filter((one) => one.type === "checkbox").map((one) => [one.value, one.checked]));
+    const typed = new Map(fields().filter(isTyped).map((one) => [one.name, one.value]));
     const moved = [...main.querySelectorAll(".wide")].map((one) => one.scrollLeft);
     main.replaceChildren(...fresh.childNodes);
     count();
+    offer();
+    for (const one of fields()) {
+      if (one.type === "checkbox" && ticked.has(one.value)) one.checked = ticked.get(one.value);
+      else if (isTyped(one) && typed.has(one.name)) one.value = typed.get(one.name);
+    }
     main.dataset.state = fresh.dataset.state;
     for (const one of main.querySelectorAll("details > summary")) one.parentElement.open = open.has(one.textContent);
     [...main.querySelectorAll(".wide")].forEach((one, i) => { one.scrollLeft = moved[i] || 0; });
@@ -36,12 +45,30 @@
     }
   }
 
+  // A command's button, which is hidden without this script.
+  function offer() {
+    for (const one of main.querySelectorAll(".command button")) one.hidden = !navigator.clipboard;
+  }
+  main.addEventListener("click", async (event) => {
+    if (!event.target.matches(".command button")) return;
+    try {
+      await navigator.clipboard.writeText(event.target.previousElementSibling.textContent);
+      event.target.textContent = "Copied";
+    } catch (error) {
+      event.target.textContent = "Select it by hand";
+    }
+  });
+
+  // A list that is open, or a text that is being typed, is not replaced below the reader's hands.
+  const isTyping = () => document.activeElement.matches("main select, main input[type=search]");
+  main.addEventListener("focusout", () => setTimeout(() => { if (missed && !isTyping()) refresh(); }, 200));
+
   async function refresh() {
-    if (held || busy) { missed = true; return; }
+    if (held || busy || isTyping()) { missed = true; return; }
     busy = true;
     missed = false;
     try {
-      const answer = await fetch(location.pathname, { cache: "no-store", credentials: "same-origin" });
+      const answer = await fetch(location.pathname + location.search, { cache: "no-store", credentials: "same-origin" });
       const page = new DOMParser().parseFromString(await answer.text(), "text/html");
       const fresh = page.getElementById("main");
       if (fresh) { replace(fresh); at.textContent = page.getElementById("at").textContent; } else say("ended: open the link that fedveil printed");
@@ -65,6 +92,7 @@
   });
 
   count();
+  offer();
   setInterval(count, 500);
   hold.hidden = false;
   hold.addEventListener("click", () => {

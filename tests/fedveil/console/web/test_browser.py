@@ -4,6 +4,7 @@
     python -m pip install playwright==1.65.2    # without a browser of its own; in no lock, for nothing else needs it
 
 FEDVEIL_PICTURES=FOLDER keeps a picture of every page there, light and dark, 390 and 1280 pixels wide.
+FEDVEIL_AXE=axe.min.js (npm pack axe-core) also lets axe-core judge every page but the standalone report.
 """
 
 from __future__ import annotations
@@ -125,7 +126,14 @@ def test_every_page_fits_and_is_readable(serve, page, runs, hostile, state, two,
     server, other = serve(of_runs(runs)), serve(of_runs(hostile))
     page.emulate_media(color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": 844})
-    paths = {"runs": "", "run": "runs/fedrand", "sites": "sites", "log": "logs/runs", "report": "runs/fedrand/report"}
+    paths = {
+        "runs": "",
+        "run": "runs/fedrand",
+        "compare": "compare?run=fedrand&run=fedavg",
+        "sites": "sites",
+        "log": "logs/runs",
+        "report": "runs/fedrand/report",
+    }
     pages = [(server, name, path) for name, path in paths.items()]
     paths = {"home": "", "waits": "runs/pilot%3Awaits", "goes-on": "runs/trial%3Agoes-on", "federated-sites": "sites",
              "logs": "logs", "control": "logs/trial%3Aruns", "error": NOWHERE}  # fmt: skip
@@ -136,6 +144,10 @@ def test_every_page_fits_and_is_readable(serve, page, runs, hostile, state, two,
         assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), name
         assert page.evaluate(CONTRAST) == [], name
         assert page.evaluate(SMALL_TARGETS) == [], name
+        assert page.evaluate(SKIPPED_HEADINGS) == [], name
+        if (axe := os.environ.get("FEDVEIL_AXE")) and name != "report":
+            page.evaluate(Path(axe).read_text() + "; 0")
+            assert page.evaluate("axe.run().then((all) => all.violations.map((one) => one.id))") == [], name
         if (name, width) == ("home", 1280):  # what a round waits for stands in its last column
             assert page.evaluate(BEYOND) == 0
         if folder := os.environ.get("FEDVEIL_PICTURES"):
@@ -222,7 +234,8 @@ def test_the_keyboard_reaches_everything_and_shows_where_it_is(serve, page, runs
     assert page.locator(".skip").bounding_box()["x"] >= 0
     page.keyboard.press("Enter")
     page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.textContent") == "Full report of this run"
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Progress"
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     seen = set()
     for _ in range(40):
@@ -236,10 +249,59 @@ def test_without_its_script_a_page_is_whole(serve, chromium, runs):
     page = context.new_page()
     server = serve(of_runs(runs))
     page.goto(server.entry.link)
-    page.get_by_role("link", name="fedrand").click()
-    assert page.locator("svg").count() == 4
+    page.locator("td a", has_text="fedrand").click()
+    assert page.locator("svg").count() == 2
     assert page.locator("#hold").is_hidden()
     context.close()
+
+
+def test_without_its_script_runs_are_filtered_ticked_and_compared(serve, chromium, runs):
+    context = chromium.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(serve(of_runs(runs)).entry.link)
+    assert page.locator("h2").first.inner_text() == "In progress"
+    page.get_by_label("Name, method or protection").fill("fedavg")
+    page.get_by_label("Sort by").select_option("name")
+    page.get_by_role("button", name="Show").click()
+    assert page.locator("td[data-label=run]").all_inner_texts() == ["fedavg"]
+    page.get_by_role("link", name="all 3").click()
+    page.get_by_label("Name, method or protection").fill("")
+    page.get_by_role("button", name="Show").click()
+    page.get_by_label("Compare fedavg").check()
+    page.get_by_label("Compare demo:fedqsn").check()
+    page.get_by_role("button", name="Compare ticked runs").first.click()
+    assert page.locator(".lead").inner_text() == "demo:fedqsn, fedavg"
+    assert page.get_by_label("Compare fedavg").is_checked()
+    context.close()
+
+
+def test_what_is_ticked_or_being_typed_outlives_an_update(serve, page, runs):
+    goes_on(runs, "goes-on")
+    opened(page, serve(of_runs(runs)))
+    settled(page)
+    page.get_by_label("Compare fedavg").check()
+    page.get_by_label("Name, method or protection").press_sequentially("fed")
+    seen = page.evaluate(STATE)
+    line = json.loads((runs / "goes-on" / "metrics.jsonl").read_text().splitlines()[-1]) | {"round": 3}
+    with (runs / "goes-on" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    page.wait_for_timeout(3000)
+    assert page.evaluate(STATE) == seen  # nothing is replaced below the hands of a reader who is typing
+    page.get_by_label("Compare fedrand").focus()
+    until(page, "document.querySelector('progress').value === 4")
+    assert page.get_by_label("Compare fedavg").is_checked()
+    assert page.get_by_label("Name, method or protection").input_value() == "fed"
+    assert page.evaluate("document.activeElement.value") == "fedrand"
+
+
+def test_a_command_is_copied(serve, page, runs):
+    opened(page, serve(of_runs(runs)), "runs/fedavg")
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.locator(".next .command button").click()
+    until(page, "document.querySelector('.next .command button').textContent === 'Copied'")
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied.startswith("fedveil evaluate ")
+    assert copied == page.locator(".next code").inner_text()
 
 
 def test_a_hostile_run_runs_nothing(serve, page, hostile):
@@ -276,6 +338,9 @@ CONTRAST = """() => {
   }
   return wrong;
 }"""
+# A heading two levels below the one before it.
+SKIPPED_HEADINGS = """() => [...document.querySelectorAll("h1, h2, h3, h4")].filter((one, i, all) =>
+  i && Number(one.tagName[1]) > Number(all[i - 1].tagName[1]) + 1).map((one) => one.textContent)"""
 # Links that stand alone, buttons and summaries: 24 pixels high at least.
 SMALL_TARGETS = """() => [...document.querySelectorAll("nav a, button, summary, td > a:only-child")]
   .filter((one) => one.offsetParent && one.getBoundingClientRect().height < 24)

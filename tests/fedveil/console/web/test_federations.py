@@ -167,12 +167,20 @@ def test_two_federations_have_their_runs_and_their_sites_apart(two):
     below = [path.removeprefix(client.base) for path in pages]
     runs = ["pilot%3Afedrand", "trial%3Afedavg", "trial%3Ademo%3Afedrand"]
     logs = ["pilot%3Aruns", "trial%3Aruns", "trial%3Ademo"]
-    expected = ["/", "/sites", "/logs", *(f"/logs/{log}" for log in logs), *(f"/runs/{run}" for run in runs)]
+    expected = [
+        "/",
+        "/?state=completed",
+        "/compare",
+        "/sites",
+        "/logs",
+        *(f"/logs/{log}" for log in logs),
+        *(f"/runs/{run}" for run in runs),
+    ]
     assert sorted(below) == sorted([*expected, *(f"/runs/{run}/report" for run in runs)])
     for text in pages.values():
         is_whole(text)
     home = pages[f"{client.base}/"]
-    listed = [cells(row)[:2] for row in re.findall(r'<tr><td data-label="federation">.*?</tr>', home)]
+    listed = [cells(row)[1:3] for row in re.findall(r'<tr><td data-label="compare">.*?</tr>', home)]
     assert sorted(listed) == [["pilot", "fedrand"], ["trial", "demo:fedrand"], ["trial", "fedavg"]]
     assert home.index("Federation pilot") < home.index("Federation trial")
     rows_ = [cells(row) for row in re.findall(r"<tr>(<td.*?)</tr>", pages[f"{client.base}/sites"])]
@@ -252,7 +260,9 @@ def test_a_run_that_flower_has_and_that_has_no_folder_yet_is_starting(pilot, flo
     (run / "flower-run").write_text("828\n")
     client = opened(None, pilot)
     text = client.get(f"{client.base}/").text
-    assert re.search(r'number 271</td>.*?<span class="tag plain">starting</span>.*?Flower lists it as pending', text)
+    assert re.search(
+        r'number 271 <span class="tag plain">starting</span>.*?Flower lists it as pending', text, re.DOTALL
+    )
     assert "number 828" not in text
     (run / "flower-run").write_text("271\n")
     text = client.get(f"{client.base}/").text
