@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 
 from fedveil import strategies
 from fedveil.config import RunConfig, parse
@@ -14,6 +15,7 @@ from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.privacy.guarantee_source import guarantee_of, untimed
 from fedveil.privacy.guarantee_words import describe_claim, describe_guarantee
 from fedveil.privacy.server_side_bound import server_side_bound
+from fedveil.sanitize import sanitize
 
 _SEEDED = "Not private: seeded noise (run.deterministic = true). Epsilon is infinite."
 
@@ -68,6 +70,44 @@ def privacy_summary(run: RunView) -> str:
     most = max(known, key=lambda site: known[site].epsilon)
     words = describe_guarantee(claim, config, known[most].charges)
     return f"privacy: this run cost an example at {most}, the highest-cost site, at most {words.sentence}.{not_known}"
+
+
+@dataclass(frozen=True)
+class PrivacyFigure:
+    """A run's epsilon as one figure: `value`, such as "3.348", "infinite" or "not known", and a `note` about it."""
+
+    value: str
+    note: str
+
+
+def privacy_figure(run: RunView) -> PrivacyFigure:
+    """Return the epsilon of this run against the server, for the site with the highest known cost."""
+    if "method" not in run.config:
+        return PrivacyFigure("not known", "the run had no valid config")
+    try:
+        claim, config = _claim(run)
+    except ConfigError:
+        return PrivacyFigure("not known", "a run of another version; treat epsilon as infinite")
+    if claim is None:
+        return PrivacyFigure("infinite", "the run makes no claim of differential privacy")
+    if config.run.deterministic:
+        return PrivacyFigure("infinite", "its noise is seeded, so it protects nothing")
+    bounds = {site: server_side_bound(claim, config.train.batch_size, run.attempts, site) for site in run.sites}
+    known = {site: bound for site, bound in bounds.items() if not isinstance(bound, str)}
+    if not known:
+        return PrivacyFigure("not known", "the server knows no site's number of examples; the sites' ledgers do")
+    most = max(known, key=lambda site: known[site].epsilon)
+    words = describe_guarantee(claim, config, known[most].charges)
+    party = words.parties[0]
+    value = (
+        "not known" if party.epsilon is None else "infinite" if math.isinf(party.epsilon) else f"{party.epsilon:.4g}"
+    )
+    rest = f"; not known for {len(bounds) - len(known)} of {len(bounds)} sites" if len(known) < len(bounds) else ""
+    return PrivacyFigure(
+        value,
+        f"at most, at delta {words.delta:g} ({words.neighbours.value}), against {party.party}, for an example at "
+        f"{sanitize(most, 80)}, the highest-cost site{rest}",
+    )
 
 
 def _claim(run: RunView) -> tuple[PrivacyGuarantee | None, RunConfig]:

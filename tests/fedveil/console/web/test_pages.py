@@ -110,7 +110,7 @@ def test_a_run_shows_its_figures_its_sites_and_what_each_disclosed(runs):
     assert text.count("3 of 5") == 1
     assert text.count("<svg") == 4
     assert 'aria-label="Test loss by round. ' in text
-    assert "Bleu by round" in text
+    assert "BLEU by round" in text
     assert "rounds done (dotted: no value between)" in text  # scored before the first round and after the last one
     row = '<td data-label="site">north</td><td data-label="sent by the site">{}</td>'
     assert row.format("A (2 tensors) twice, B (2 tensors) once, refused uploads once") in text
