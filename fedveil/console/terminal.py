@@ -28,7 +28,7 @@ _COLORS = {"ok": "32", "warn": "33", "fail": "31"}
 _MIN_TEXT = 24  # columns; with fewer beside the hanging indent, the indent becomes 2
 _LONGEST = 100_000  # characters
 # A command at the end of a clause is one word, so that it can be copied; punctuation may follow it.
-_WORD = re.compile(r"( *)((?<=: )(?:\w+=\S+ )?(?:fedveil|flwr) .+?(?:[;,)](?=\s|$)|$)|\S+)")
+_WORD = re.compile(r"( *)((?<=: )(?:fedveil|\w+=\S+ flwr) .+?(?:[;,)](?=\s|$)|$)|\S+)")
 
 
 def say(

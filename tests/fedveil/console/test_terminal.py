@@ -67,6 +67,16 @@ def test_a_command_to_copy_is_in_one_piece(monkeypatch):
     ]  # fmt: skip
 
 
+def test_the_name_of_a_program_in_a_message_is_no_command(monkeypatch):
+    out = screen(monkeypatch, NO_COLOR="1")
+    say(f"error: flwr supernode: no answer from the server's control port (its address is in /{'x' * 30}); start it")
+    assert out.getvalue().startswith("error: flwr supernode: no answer from")
+    out.seek(0), out.truncate()
+    command = f"FLWR_HOME=/{'y' * 40} flwr stop 1210960356280891820"
+    say(f"the run may have been stopped; list runs with: {command}")
+    assert out.getvalue().splitlines()[1] == f"  {command}"
+
+
 @pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}, {}])
 def test_color_is_for_terminals_that_want_it(monkeypatch, environment):
     out = screen(monkeypatch, **environment)

@@ -64,13 +64,12 @@ def run(args: argparse.Namespace) -> int:
     members = SiteRegistry(out)
     fingerprint = instruction_key_files.keys_fingerprint(members.federation_id, members.instruction_keys)
     say(f"instruction keys, to be confirmed with each site by phone: {fingerprint}")
+    say(f"next: 1. move {out / 'ca' / 'ca.key'} and instruction-standby.key in that folder to a safe place", hang=9)
+    say(f"      2. start the server (with containers: docs/deploy/provision.md): fedveil server start {out}", hang=9)
     say(
-        f"next: move {out / 'ca' / 'ca.key'} and instruction-standby.key in that folder to a safe place, start the "
-        f"server (fedveil server start {out}, or docs/deploy/provision.md),"
-    )
-    say(
-        f"      send each site its kit, and register its request: fedveil members register {out} request.json "
-        "--fingerprint SHA256:..., as the site reads it to you"
+        "      3. send each site its kit, and register its request with the fingerprint that the site reads to you: "
+        f"fedveil members register {out} request.json --fingerprint SHA256:...",
+        hang=9,
     )
     return 0
 
