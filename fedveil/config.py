@@ -741,7 +741,7 @@ def _line(error: Any) -> str:
         }
         here = f"one of {known[section]} in [{section}]" if section in known else f"a section of {list(known)}"
         meant = nearest_key(known, section, name)
-        return f"{key}: unknown key; expected {here}{f'; did you mean {meant}?' if meant else ''}"
+        return f"{key}: unknown key; {f'did you mean {meant}? ' if meant else ''}expected {here}"
     said = error["msg"].removeprefix("Value error, ")  # the prefix that pydantic gives this file's errors
     found = "" if ", found " in said else f", found {sanitize(repr(error['input']), 200)}"
     return f"{key}: {said[0].lower()}{said[1:]}{found}"

@@ -57,8 +57,8 @@ class PluginPackage:
             return importlib.import_module(f"{self.package}.{name.replace(self.joint, '_')}")
         if name not in self.list_names():
             raise ConfigError(
-                f'{self.key}: expected one of {self.list_names()}, found "{name}"; '
-                f"{suggest_name(name, self.list_names())}correct the name, or install the package that provides it on "
+                f'{self.key}: found "{name}"; {suggest_name(name, self.list_names())}expected one of '
+                f"{self.list_names()}; correct the name, or install the package that provides it on "
                 "this machine: Flower's bundle contains only FedVeil's own plugins"
             )
         return load_entry_point(find_entry_point(self.group, name, self.key), self.key, self.needs)

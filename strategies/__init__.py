@@ -82,8 +82,8 @@ def _adapter(cls: type[Method], given: dict[str, Any]) -> Any:
     kind = given.get("kind", choice[0].kind if default is dataclasses.MISSING else default().kind)
     if not isinstance(kind, str) or kind not in kinds:
         raise ConfigError(
-            f"method.params: {_ADAPTER}.kind: expected one of {sorted(kinds)}, found {sanitize(kind, 80)!r}; "
-            f"{suggest_name(str(kind), kinds)}choose one"
+            f"method.params: {_ADAPTER}.kind: found {sanitize(kind, 80)!r}; {suggest_name(str(kind), kinds)}"
+            f"expected one of {sorted(kinds)}"
         )
     return _parsed(kinds[kind], f"the adapter {kind}", given, _ADAPTER)
 
@@ -98,9 +98,8 @@ def _parsed(cls: Any, name: str, fields: Any, *within: str) -> Any:
         path = ".".join(map(str, (*within, *first["loc"])))
         if first["type"] == "unexpected_keyword_argument":
             known = [f.name for f in dataclasses.fields(cls)]
-            near = suggest_name(path.rpartition(".")[2], known).strip()
+            near = suggest_name(path.rpartition(".")[2], known)
             raise ConfigError(
-                f"method.params: {sanitize(path, 80)}: unknown field of {name}; expected one of {known}"
-                f"{f'; {near}' if near else ''}"
+                f"method.params: {sanitize(path, 80)}: unknown field of {name}; {near}expected one of {known}"
             ) from None
         raise ConfigError(f"method.params: {path}: {first['msg']}, found {first['input']!r}") from None

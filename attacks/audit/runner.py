@@ -229,7 +229,7 @@ def run_audit(
     of_run = _OfRun(view, sums, knowledge, server, members, non_members, scorer)
     steps += [step for site in members for step in of_run.steps(site)]
     scorer.done = [*known]
-    left = take_steps(steps, budget or TimeBudget())
+    left = take_steps(steps, budget or TimeBudget(), scorer.begin_step)
     done, repeated = correct_for_multiple_tests(scorer.done, GATE if second else ALPHA), list[str]()
     if second:
         done, repeated = second.confirm(done)

@@ -68,15 +68,23 @@ class TimeBudget:
         return self._began[0] + self.seconds - self.clock()
 
 
-def take_steps(steps: Sequence[AuditStep], budget: TimeBudget) -> list[AuditStep]:
-    """Run the steps in order of cost, cheapest first (stable); return the steps that did not fit."""
+def take_steps(
+    steps: Sequence[AuditStep],
+    budget: TimeBudget,
+    begin: Callable[[int, int], None] = lambda number, count: None,
+) -> list[AuditStep]:
+    """Run the steps in order of cost, cheapest first (stable); return the steps that did not fit.
+
+    `begin` is called before each step that runs, with its number, counted from 1, and the number of all steps.
+    """
     longest: dict[str, float] = {}
     left = []
-    for step in sorted(steps, key=lambda step: step.cost):
+    for number, step in enumerate(sorted(steps, key=lambda step: step.cost), 1):
         if budget.left <= longest.get(step.attacks, 0.0):
             left.append(step)
         else:
             before = budget.clock()
+            begin(number, len(steps))
             step.take()
             longest[step.attacks] = max(longest.get(step.attacks, 0.0), budget.clock() - before)
     return left

@@ -96,6 +96,7 @@ class AuditScorer:
             [attack for attack in self._on_uploads if isinstance(attack, GradientAttack)]
         )
         self._base, self._non_members, self._seed, self._say = base, non_members, seed, say
+        self._step = ""
 
     def of_controls(
         self, knowledge: AdversaryKnowledge, everyone: Rows, control: TrainedControl, taught: TrainedControl | None
@@ -180,6 +181,10 @@ class AuditScorer:
 
         return [step(attack) for attack in self._on_uploads if view.exchange.method.upload_kind in attack.reads]
 
+    def begin_step(self, number: int, count: int) -> None:
+        """Put the step's number and the number of all steps before the messages that follow."""
+        self._step = f"{number} of {count}: "
+
     def of_model(
         self,
         attacks: Sequence[ModelAttack],
@@ -191,7 +196,7 @@ class AuditScorer:
     ) -> None:
         """Run attacks on one model; with the members' labels, compare scores within a label."""
         others = self._non_members
-        self._say(f"{model}: {len(members)} members, {len(others.rows)} non-members")
+        self._say(f"{self._step}{model}: {len(members)} members, {len(others.rows)} non-members")
         mine, theirs = (self._base.scores(attacks, task, weights, rows) for rows in (members, others.rows))
         for name in mine:
             self.kinds[name] = "model"
@@ -209,7 +214,7 @@ class AuditScorer:
         is_control: bool = False,
     ) -> None:
         """Run one attack on the uploads of `site`."""
-        self._say(f"{model}: {attack.name} on {len(members.rows)} members, {len(others.rows)} non-members")
+        self._say(f"{self._step}{model}: {attack.name} on {len(members.rows)} members, {len(others.rows)} non-members")
         if not members.rows or not others.rows:
             return
         ask = partial(self._shared.scores, attack) if isinstance(attack, GradientAttack) else attack.scores

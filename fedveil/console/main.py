@@ -19,16 +19,19 @@ import difflib
 import errno
 import math
 import os
+import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, ModuleType
+from typing import NoReturn
 
 from fedveil import __version__, proxies
 from fedveil.console.command_list import CommandSource, find_command, list_commands
+from fedveil.console.terminal import say
 from fedveil.errors import ConfigError, FedVeilError
-from fedveil.sanitize import sanitize
+from fedveil.sanitize import sanitize, suggest_name
 
 __all__ = ["main", "run_command"]
 
@@ -82,11 +85,12 @@ def _run(parser: Callable[[], argparse.ArgumentParser], given: Sequence[str]) ->
         print(end="", flush=True)  # not sys.stdout, which is None if it was closed
         return code
     except FedVeilError as error:
-        print(f"error: {sanitize(' '.join(str(error).split()), 4000)}", file=sys.stderr)
+        _say_error(sanitize(" ".join(str(error).split()), 4000))
         return 2
     except KeyboardInterrupt as error:  # its message tells if the command's work continues elsewhere
         interrupt.is_done = True
-        print(f"interrupted: {str(error) or 'all started processes were stopped'}", file=sys.stderr)
+        words = str(error) or "all started processes were stopped"
+        say(f"interrupted: {words}", mark="interrupted:", verdict="warn", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `fedveil methods | head`
         _leave_stdout()
@@ -96,12 +100,16 @@ def _run(parser: Callable[[], argparse.ArgumentParser], given: Sequence[str]) ->
             _leave_stdout()
             where = f"{sanitize(error.filename)}: " if error.filename else ""
             what = os.strerror(error.errno).lower()
-            print(f"error: {where}{what}; free space there, then run the command again", file=sys.stderr)
+            _say_error(f"{where}{what}; free space there, then run the command again")
             return 2
         if error.filename is None:  # not about one of the user's files or folders
             raise
-        print(f"error: {error.filename}: {(error.strerror or 'cannot be used').lower()}; name another", file=sys.stderr)
+        _say_error(f"{error.filename}: {(error.strerror or 'cannot be used').lower()}; name another")
         return 2
+
+
+def _say_error(words: str) -> None:
+    say(f"error: {words}", hang=7, mark="error:", verdict="fail", file=sys.stderr)
 
 
 def _leave_stdout() -> None:
@@ -145,8 +153,34 @@ def _command_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
     return whole
 
 
+class CommandParser(argparse.ArgumentParser):
+    """An argument parser whose errors first suggest the option or action that the user probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the error, and exit with 2."""
+        choice = re.search(r"invalid choice: '(.*?)' \(choose", message)
+        option = re.search(r"unrecognized arguments:.*?(--[\w-]+)", message)
+        known = list(_choices(self)) if choice else list(_options(self))
+        mistyped = choice or option
+        super().error(f"{suggest_name(mistyped[1], known) if mistyped else ''}{message}")
+
+
+def _choices(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:  # argparse has no public list of them
+        yield from map(str, action.choices or ())
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield the long options of a parser and of its actions."""
+    for action in parser._actions:
+        yield from (name for name in action.option_strings if name.startswith("--"))
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from _options(inner)
+
+
 def _bare_parser(usage: str | None = None, epilog: str | None = None) -> argparse.ArgumentParser:
-    whole = argparse.ArgumentParser(
+    whole = CommandParser(
         prog="fedveil",
         usage=usage,
         description="Fine-tune models across sites that cannot share data, and measure what updates still reveal.",

@@ -26,12 +26,12 @@ def test_parsing_the_flat_form_gives_the_config_back():
 @pytest.mark.parametrize(
     "flat,match",
     [
-        ({"train.batchsize": 4}, r"train.batchsize: unknown key; expected one of \['epochs', 'batch-size'"),
-        ({"trian.epochs": 4}, r"trian: unknown key; expected a section of \['method', 'task'"),
-        ({"trian.epochs": 4}, r"; did you mean train\?$"),
-        ({"train.batchsize": 4}, r"; did you mean train.batch-size\?$"),
-        ({"train.lr": 0.1}, r"; did you mean train.learning-rate\?$"),
-        ({"train.rounds": 3}, r"; did you mean run.rounds\?$"),
+        ({"train.batchsize": 4}, r"train.batchsize: unknown key; .* expected one of \['epochs', 'batch-size'"),
+        ({"trian.epochs": 4}, r"trian: unknown key; .* expected a section of \['method', 'task'"),
+        ({"trian.epochs": 4}, r"unknown key; did you mean train\? expected "),
+        ({"train.batchsize": 4}, r"unknown key; did you mean train.batch-size\? expected "),
+        ({"train.lr": 0.1}, r"unknown key; did you mean train.learning-rate\? expected "),
+        ({"train.rounds": 3}, r"unknown key; did you mean run.rounds\? expected "),
         ({"train.zzz": 3}, r"in \[train\]$"),
         ({"train." + "x" * 5000: 1}, r"train\.x{94}\.\.\. \(5006 characters\): unknown key"),
         ({"\x1b[2J": 1}, r"^\\x1b\[2J: unknown key"),

@@ -264,7 +264,7 @@ def test_forged_announcement_is_refused(lora_spec, lora_weights):
         ("rho = 1.5", "rho: expected a probability from 0 to 1, found 1.5"),
         ("rho = -0.1", "rho: expected a probability"),
         ('rho = "half"', "rho: "),
-        ("rhoo = 0.5", "rhoo: unknown field of fedrand; expected one of .*; did you mean rho\\? *"),
+        ("rhoo = 0.5", "rhoo: unknown field of fedrand; did you mean rho\\? expected one of"),
         ('adapter = {kind = "all"}', "adapter"),
         ('downlink = "selected"\npast = false', "downlink: expected"),
         ("rho", "expected TOML"),

@@ -19,8 +19,8 @@ from fedveil.strategies import create_method
         ("fedavg", 'kind = "prompt", rnk = 4', r"adapter\.rnk: unknown field of the adapter prompt; .*'length'"),
         ("fixed_position", "rank = 4", r"adapter\.rank: unknown field of the adapter all; expected one of \['kind'\]"),
         ("fedavg", 'rank = "x"', r"adapter\.rank: .* integer"),
-        ("fedavg", 'kind = "nope"', r"adapter\.kind: expected one of \['all', 'hadamard-lora', .* found 'nope'"),
-        ("fedavg", "kind = [1]", r"adapter\.kind: expected one of .* found '\[1\]'"),
+        ("fedavg", 'kind = "nope"', r"adapter\.kind: found 'nope'; expected one of \['all', 'hadamard-lora'"),
+        ("fedavg", "kind = [1]", r"adapter\.kind: found '\[1\]'; expected one of"),
         ("fedavg", "targets = [1]", r"adapter\.targets: "),
         ("fedavg", "targets = []", r"adapter\.targets: "),
     ],
@@ -43,6 +43,6 @@ def test_targets_are_a_list_as_peft_takes_it():
 def test_a_methods_own_fields_are_listed_where_the_key_is_the_methods():
     with pytest.raises(
         ConfigError,
-        match=r"adpter: unknown field of fedavg; expected one of \['adapter', 'wire_dtype', 'upload_bits'\]",
+        match=r"adpter: unknown field of fedavg; did you mean adapter\? expected one of \['adapter', 'wire_dtype', 'up",
     ):
         create_method("fedavg", "adpter = 3")

@@ -10,7 +10,7 @@ from fedveil.console.backup.server_backup import FederationPlaces, back_up_serve
 from fedveil.console.backup.server_purge import offer_server_purge
 from fedveil.console.provisioning.federation_folder import SiteRegistry, registry_folder
 from fedveil.console.provisioning.operator_registry import OperatorRegistry
-from fedveil.console.terminal import ask_to_delete
+from fedveil.console.terminal import ask_to_delete, say
 from fedveil.sanitize import sanitize
 
 __all__ = ["add_actions"]
@@ -61,11 +61,11 @@ def _back_up(args: argparse.Namespace) -> int:
     places = FederationPlaces.resolve(args.folder, args.state_dir, args.runs_dir)
     with report_disk_errors(args.to):
         done = back_up_server(places, args.to, None if args.all_runs else args.runs)
-    print(f"{args.to}: {done.files:,} files, {done.bytes:,} bytes, SHA-256 {done.sha256}")
-    print("it has the server's private keys and the owner's token: whoever reads it can pose as this server")
-    print("a run in progress: the database has its sites' uploads of the current round, as objects of Flower")
+    say(f"{args.to}: {done.files:,} files, {done.bytes:,} bytes, SHA-256 {done.sha256}")
+    say("it has the server's private keys and the owner's token: whoever reads it can pose as this server")
+    say("a run in progress: the database has its sites' uploads of the current round, as objects of Flower")
     for reason in done.left_out:
-        print(f"left out: {sanitize(reason, 400)}")
+        say(f"left out: {sanitize(reason, 400)}")
     return 0
 
 
@@ -75,17 +75,15 @@ def _restore(args: argparse.Namespace) -> int:
     members = SiteRegistry(args.folder)
     operators = OperatorRegistry(registry_folder(args.folder))
     sites = sorted(site for site, entry in members.sites.items() if entry["state"] == "registered")
-    print(f"{args.folder}: {count:,} files restored from the backup of {made}")
-    print(f"SHA-256 of the backup: {sha256}; compare it with the one that fedveil server backup printed")
-    print(
-        f"registered sites: {', '.join(sites) or 'none'}; operators: {', '.join(sorted(operators.entries)) or 'none'}"
-    )
-    print(f"next: revoke again the sites and operators that were revoked since {made}, before the server starts")
-    print(
+    say(f"{args.folder}: {count:,} files restored from the backup of {made}")
+    say(f"SHA-256 of the backup: {sha256}; compare it with the one that fedveil server backup printed")
+    say(f"registered sites: {', '.join(sites) or 'none'}; operators: {', '.join(sorted(operators.entries)) or 'none'}")
+    say(f"next: revoke again the sites and operators that were revoked since {made}, before the server starts")
+    say(
         "next: compare the audit log with each site's: fedveil log verify runs/audit-log.jsonl --other SITE-LOG; if "
         "lines are missing, continue it after a site's anchor with fedveil log rotate --after"
     )
-    print(f"next: fedveil server start {args.folder}; resume runs with fedveil submit --config RUN/resume.toml")
+    say(f"next: fedveil server start {args.folder}; resume runs with fedveil submit --config RUN/resume.toml")
     return 0
 
 

@@ -31,6 +31,7 @@ from pathlib import Path
 
 from fedveil.console.backup.server_backup import FederationPlaces
 from fedveil.console.backup.server_files import list_run_folders, walk_files
+from fedveil.console.terminal import say
 from fedveil.errors import ConfigError, StateError
 from fedveil.records import audit_log, process_exit
 from fedveil.sanitize import sanitize
@@ -147,28 +148,28 @@ def offer_server_purge(
     least = max(days, _LEAST_SPOOL_DAYS)
     replies = [] if names else [one for one in list_purgeable_replies(places.state / "spool") if one.days >= least]
     for run in chosen:
-        print(f"{'keep' if run.why else 'remove':<7}{_line(run)}{f': {sanitize(run.why, 400)}' if run.why else ''}")
+        say(f"{'keep' if run.why else 'remove':<7}{_line(run)}{f': {sanitize(run.why, 400)}' if run.why else ''}")
     for reply in (one for one in replies if one.why):
-        print(f"keep   {sanitize(reply.folder)}: {sanitize(reply.why, 400)}")
+        say(f"keep   {sanitize(reply.folder)}: {sanitize(reply.why, 400)}")
     replies = [one for one in replies if not one.why]
     for reply in replies:
-        print(f"remove {sanitize(reply.folder)}, {reply.bytes:,} bytes, objects of a reply that never became complete")
+        say(f"remove {sanitize(reply.folder)}, {reply.bytes:,} bytes, objects of a reply that never became complete")
     if not removable and not replies:
-        print("nothing to remove")
+        say("nothing to remove")
         return 0
     if agreed is None or not agreed():
-        print("nothing was removed")
+        say("nothing was removed")
         return 0 if agreed is None else 1
     removed = [run for run in removable if _purge(run, places.runs)]
     removed_replies = [reply for reply in replies if _purge_reply(reply, places.runs)]
     for run in removable:
         if run not in removed:
-            print(f"keep   {_line(run)}: it began to run in the meantime")
+            say(f"keep   {_line(run)}: it began to run in the meantime")
     for reply in replies:
         if reply not in removed_replies:
-            print(f"keep   {sanitize(reply.folder)}: it changed or was removed in the meantime")
+            say(f"keep   {sanitize(reply.folder)}: it changed or was removed in the meantime")
     size = sum(run.bytes for run in removed) + sum(reply.bytes for reply in removed_replies)
-    print(
+    say(
         f"removed files of {len(removed)} runs and {len(removed_replies)} replies, {size:,} bytes; models, cards, "
         "metrics and logs are kept"
     )

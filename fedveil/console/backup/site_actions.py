@@ -9,6 +9,7 @@ from pathlib import Path
 from fedveil.console.backup.disk_errors import report_disk_errors
 from fedveil.console.backup.site_backup import RestoreChecks, back_up_site, restore_site
 from fedveil.console.provisioning import kit_reader
+from fedveil.console.terminal import say
 from fedveil.encrypted_files import FileSeal
 from fedveil.records.audit_log import LogHead
 from fedveil.sanitize import sanitize
@@ -50,13 +51,13 @@ def add_actions(
 def _back_up(args: argparse.Namespace) -> int:
     with report_disk_errors(args.to):
         found, size, sha256 = back_up_site(args.state_dir, args.to)
-    print(f"{args.to}: {len(found.files):,} files, {size:,} bytes, SHA-256 {sha256}")
-    print(
+    say(f"{args.to}: {len(found.files):,} files, {size:,} bytes, SHA-256 {sha256}")
+    say(
         "it has the ledger, the audit log, copies of policies, withdrawn units, and each run's private state and secret"
     )
     for reason in found.left_out:
-        print(f"left out: {sanitize(reason, 400)}")
-    print("left out: keys, key file, policy and kit; keep copies of the keys apart")
+        say(f"left out: {sanitize(reason, 400)}")
+    say("left out: keys, key file, policy and kit; keep copies of the keys apart")
     return 0
 
 
@@ -66,30 +67,28 @@ def _restore(args: argparse.Namespace) -> int:
     checks = RestoreChecks(FileSeal.from_key_file(args.key_file), data, anchor, args.older)
     with report_disk_errors(args.state_dir):
         done = restore_site(args.file, args.state_dir, checks)
-    print(f"{args.state_dir}: {len(done.written):,} files restored from the backup of {done.made}")
-    print(f"SHA-256 of the backup: {done.sha256}; compare it with the one that fedveil site backup printed")
+    say(f"{args.state_dir}: {len(done.written):,} files restored from the backup of {done.made}")
+    say(f"SHA-256 of the backup: {done.sha256}; compare it with the one that fedveil site backup printed")
     if done.kept:
-        print(f"kept, because the backup's are equal or older: {_listed(done.kept)}")
+        say(f"kept, because the backup's are equal or older: {_listed(done.kept)}")
     if done.different:
-        print(f"kept, not compared, although the backup's are different: {_listed(done.different)}")
+        say(f"kept, not compared, although the backup's are different: {_listed(done.different)}")
     if done.closed:
         by = "fedveil site ledger recover closes" if done.must_recover else "closed at this site"
-        print(f"{by}, because later rounds may have been served: {_listed(done.closed)}")
-    print(f"data folder: {f'compared with the mark in {data}' if data else 'not compared; none was given with --data'}")
-    print(done.log)
+        say(f"{by}, because later rounds may have been served: {_listed(done.closed)}")
+    say(f"data folder: {f'compared with the mark in {data}' if data else 'not compared; none was given with --data'}")
+    say(done.log)
     if done.is_log_unchecked:
-        print(
+        say(
             "next: ask the operator for fedveil log anchor SERVER-LOG --site NAME, and run fedveil log rotate "
             "audit-log.jsonl --after LINES:HASH here, before the site starts"
         )
     if done.must_recover:
-        print("next: fedveil site ledger recover DATA, until which this site trains in no run")
+        say("next: fedveil site ledger recover DATA, until which this site trains in no run")
         if not done.has_ledger:
-            print(
-                "instead, if DATA was charged since: fedveil site ledger adopt DATA --lost, as there is no ledger here"
-            )
+            say("instead, if DATA was charged since: fedveil site ledger adopt DATA --lost, as there is no ledger here")
     if any(name.startswith(".withdrawn/") for name in done.written):
-        print(f"next: withdraw again the units that were withdrawn since {done.made}")
+        say(f"next: withdraw again the units that were withdrawn since {done.made}")
     return 0
 
 

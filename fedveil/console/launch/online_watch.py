@@ -18,6 +18,7 @@ from fedveil.console.flower.programs import ONLINE
 from fedveil.console.launch.restarts import own_error
 from fedveil.console.launch.service_notify import ServiceNotifier
 from fedveil.console.runs.run_reader import new_lines
+from fedveil.console.terminal import say
 from fedveil.errors import ConfigError, StateError
 from fedveil.guard import flower, last_heartbeat
 from fedveil.records import audit_log
@@ -150,7 +151,7 @@ class SiteStartWatcher:
                 break
             if not self.online and ONLINE.encode() in self.processes.log(self.name).read_bytes()[self.began :]:
                 self.online, self.since = True, time.time()
-                print(f"site {self.name}: online", flush=True)
+                say(f"site {self.name}: online", flush=True)
             elif not self.online and time.monotonic() - probed >= _PROBE_SECONDS:
                 self.look()
                 probed = time.monotonic()
@@ -177,7 +178,7 @@ class SiteStartWatcher:
                 raise
             self.missing = f"{error}; retrying"
         if self.missing and self.missing != previous_reason:
-            print(f"site {self.name}: {self.missing}", flush=True)
+            say(f"site {self.name}: {self.missing}", flush=True)
 
     def listen(self) -> None:
         """Print once when the server that had accepted the site stops answering, and once when it is back."""
@@ -193,9 +194,7 @@ class SiteStartWatcher:
         for why in _TEMPORARY.findall(whole)[-1:]:
             if why != self.temporary:
                 text = sanitize(why.decode(errors="replace"), 400)
-                print(
-                    f"site {self.name}: the server does not serve it yet: {text}; the site keeps retrying", flush=True
-                )
+                say(f"site {self.name}: the server does not serve it yet: {text}; the site keeps retrying", flush=True)
                 self.temporary = why
         for link_event in _LINK.findall(whole):
             if link_event.startswith(b"attempt"):
@@ -203,12 +202,12 @@ class SiteStartWatcher:
                 continue
             if self.away_said and self.away:
                 waited = time.monotonic() - self.away[0]
-                print(f"site {self.name}: the server answers again, after {waited:.0f} s", flush=True)
+                say(f"site {self.name}: the server answers again, after {waited:.0f} s", flush=True)
                 self.since = time.time()  # the first heartbeat comes a few seconds later
             self.away, self.away_said = None, False
         if self.online and self.away and not self.away_said and time.monotonic() - self.away[0] >= _AWAY_SECONDS:
             text = f"no answer from the server at {self.superlink} since {self.away[1]}; the site keeps retrying and "
-            print(f"site {self.name}: {text}resumes on its own once the server answers", flush=True)
+            say(f"site {self.name}: {text}resumes on its own once the server answers", flush=True)
             self.away_said = True
 
     def tell_silence(self) -> None:
@@ -222,9 +221,9 @@ class SiteStartWatcher:
         why = "" if time.time() - self.since <= last_heartbeat.SILENT_SECONDS else last_heartbeat.describe_silence(file)
         if why and not self.silence_said:
             clock = wrong_clock(self.superlink, self.ca)
-            print(f"site {self.name}: {why}; {clock or 'this site keeps retrying'}", flush=True)
+            say(f"site {self.name}: {why}; {clock or 'this site keeps retrying'}", flush=True)
         elif self.silence_said and not why:
-            print(f"site {self.name}: the server hears this site again", flush=True)
+            say(f"site {self.name}: the server hears this site again", flush=True)
         self.silence_said = bool(why)
 
     @property
@@ -254,14 +253,14 @@ class SiteStartWatcher:
         try:
             lines, self.read = new_lines(self.audit, self.read)
         except StateError as error:  # report a damaged log once; `fedveil log verify` examines it
-            print(f"site {self.name}: {sanitize(error)}; check the log: fedveil log verify {self.audit}", flush=True)
+            say(f"site {self.name}: {sanitize(error)}; check the log: fedveil log verify {self.audit}", flush=True)
             self.read = self.audit.stat().st_size
             return
         for line in lines:
             if line.get("event") in _TROUBLE:
-                print(f"site {self.name}: {explain_exit(line)}", flush=True)
+                say(f"site {self.name}: {explain_exit(line)}", flush=True)
             elif line.get("event") == "sent":
-                print(f"site {self.name}: {_sent(line)}", flush=True)
+                say(f"site {self.name}: {_sent(line)}", flush=True)
 
     def ended(self, code: int) -> ConfigError:
         """Return the error for a SuperNode that ended with this exit code, including the reason."""

@@ -33,6 +33,7 @@ from fedveil.console.flower.site_process import single_user_environment, start_i
 from fedveil.console.launch.restarts import Restarts, own_error
 from fedveil.console.launch.service_notify import ServiceNotifier
 from fedveil.console.provisioning.federation_folder import SiteRegistry, registry_folder
+from fedveil.console.terminal import say
 from fedveil.errors import ConfigError
 from fedveil.records import process_exit
 from fedveil.sanitize import sanitize
@@ -184,14 +185,14 @@ def run(server: ServerLauncher, notifier: ServiceNotifier | None = None) -> int:
     notifier = notifier or ServiceNotifier()
     paths.private_folder(server.state / "logs")
     programs = _Programs(server, ProcessGroup(server.state / "logs"))
-    print("Starting Flower's server; this takes a few seconds", file=sys.stderr, flush=True)
+    say("Starting Flower's server; this takes a few seconds", file=sys.stderr, flush=True)
     try:
         programs.start()
         if not programs.become_ready():
             raise ConfigError(f"server: {programs.reason() or programs.slowness()}")
-        print(f"server of {server.name}: sites at {server.fleet}, log {programs.processes.log(NAME)}")
-        print(f"a relative run.dir is inside {server.folder}; Ctrl-C stops both programs")
-        print(f"next: fedveil submit --federation {server.folder} --set method.name=fedrand", flush=True)
+        say(f"server of {server.name}: sites at {server.fleet}, log {programs.processes.log(NAME)}")
+        say(f"a relative run.dir is inside {server.folder}; Ctrl-C stops both programs")
+        say(f"next: fedveil submit --federation {server.folder} --set method.name=fedrand", flush=True)
         notifier.tell_ready(f"serving sites at {server.fleet}")
         while True:
             if programs.processes.ended(NAME) is not None:
@@ -249,7 +250,7 @@ class _Programs:
         full = process_exit.describe_full_disk(self.server.state)
         if bool(full) != self.disk_said:
             space = f"the disk of {self.server.state} has space again"
-            print(f"server: {f'{full}; until then runs fail' if full else space}", file=sys.stderr, flush=True)
+            say(f"server: {f'{full}; until then runs fail' if full else space}", file=sys.stderr, flush=True)
             self.disk_said = bool(full)
 
     def trim_log(self) -> None:
@@ -273,7 +274,7 @@ class _Programs:
         with_it = (
             "; runs in progress ended with it; fedveil status shows the command to resume them" if part != NAME else ""
         )
-        print(f"server: {reason}; restarting in {delay:g} s{with_it}", file=sys.stderr, flush=True)
+        say(f"server: {reason}; restarting in {delay:g} s{with_it}", file=sys.stderr, flush=True)
         if part == NAME:
             self.processes.kill(NAME)  # remaining child processes
         time.sleep(delay)
@@ -289,9 +290,9 @@ class _Programs:
         resolve_server(self.server.folder, self.server.fleet, self.server.state)  # files may have changed
         self.start()
         if self.become_ready():
-            print("server: serving sites and runs again", file=sys.stderr, flush=True)
+            say("server: serving sites and runs again", file=sys.stderr, flush=True)
         elif not self.reason():
-            print(f"server: {self.slowness()}", file=sys.stderr, flush=True)
+            say(f"server: {self.slowness()}", file=sys.stderr, flush=True)
             self.processes.kill(NAME)  # counts like any other exit
 
     def reason(self) -> str:

@@ -12,6 +12,7 @@ from fedveil.console.doctor import checks
 from fedveil.console.launch.service_unit import ServiceUnit, format_unit
 from fedveil.console.provisioning import kit_reader
 from fedveil.console.provisioning.federation_folder import SiteRegistry, registry_folder
+from fedveil.console.terminal import say
 from fedveil.errors import ConfigError
 
 __all__ = ["add_service_options", "describe_server", "describe_site", "install_unit"]
@@ -112,7 +113,7 @@ def install_unit(unit: ServiceUnit, name: str, out: Path | None, folder: Path) -
         source = f"/dev/stdin {_SYSTEM / file}, with this output"
     else:
         _write_new(out, file, text)
-        print(f"{out / file}: written")
+        say(f"{out / file}: written")
         source = shlex.join([str((out / file).absolute()), str(_SYSTEM / file)])
     missing = [shlex.quote(str(path)) for path in unit.writes if not path.exists()]
     steps = [
@@ -123,7 +124,7 @@ def install_unit(unit: ServiceUnit, name: str, out: Path | None, folder: Path) -
         f"sudo systemctl enable --now {file}",
     ]
     print("next:", *steps, sep="\n  ", file=sys.stderr)
-    print(
+    say(
         f"run every later command for this folder as its user: sudo -u {unit.user} fedveil ...; a file that another "
         "user writes may lock the service out",
         file=sys.stderr,

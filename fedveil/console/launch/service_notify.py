@@ -13,6 +13,7 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Self
 
+from fedveil.console.terminal import say
 from fedveil.sanitize import sanitize
 
 __all__ = ["ServiceNotifier"]
@@ -75,9 +76,7 @@ class ServiceNotifier:
             self._has_failed = False
         except OSError as error:
             if not self._has_failed:  # say it once; the watchdog's time runs out meanwhile
-                print(
-                    f"cannot report to systemd at {sanitize(self.address, 120)}: {error}", file=sys.stderr, flush=True
-                )
+                say(f"cannot report to systemd at {sanitize(self.address, 120)}: {error}", file=sys.stderr, flush=True)
             self._has_failed = True
 
 

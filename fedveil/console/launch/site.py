@@ -36,6 +36,7 @@ from fedveil.console.launch.restarts import Restarts
 from fedveil.console.launch.service_notify import ServiceNotifier
 from fedveil.console.provisioning import enrollment, kit_reader
 from fedveil.console.runs import re_encrypt, site_notes
+from fedveil.console.terminal import say
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import ConfigError, PolicyError
 from fedveil.federation.message_signatures.key_files import InstructionKeys
@@ -232,21 +233,21 @@ def require_policy(node: SiteConfig) -> None:
             f"{file}: expected a site policy, found {problem}; until this is fixed, the site refuses every run"
         ) from None
     if empty := policy_checks.check_empty_policy(policy):
-        print(
+        say(
             f"site {node.site}: {file} permits nothing yet (empty: {empty}), so every run is refused; fill in "
             "the agreed values (fedveil explain --permits prints what a run needs)",
             flush=True,
         )
     if policy.requires_signed_instructions(node) and not node.instruction_keys:
-        print(
+        say(
             f"site {node.site}: {file} requires signed instructions, but the site has no instruction keys to verify "
             "them with, so every run is refused; name the kit's instruction-keys.toml with --instruction-keys",
             flush=True,
         )
     if strange := policy_checks.unknown_names(policy):
-        print(f"site {node.site}: {file}: {strange}", flush=True)
+        say(f"site {node.site}: {file}: {strange}", flush=True)
     for warning in policy_checks.privacy_limits_warnings(policy):
-        print(f"site {node.site}: {file}: {warning}", flush=True)
+        say(f"site {node.site}: {file}: {warning}", flush=True)
 
 
 def require_device(device: str) -> None:
@@ -348,14 +349,14 @@ def _taken(start: SiteLauncher, processes: ProcessGroup, notifier: ServiceNotifi
         except online_watch.SiteProcessEndedError as error:
             was_online |= watched.online
             delay, until = restarts.delay(error.kind, str(error), time.monotonic() - began), None
-            print(f"{error}. Restarting in {delay:g} s", flush=True)
+            say(f"{error}. Restarting in {delay:g} s", flush=True)
             time.sleep(delay)
             require_usable(start)  # files may have changed meanwhile
             continue
         except online_watch.StateLockedError as error:
             if until is None:
                 until = time.monotonic() + online_watch.HELD_SECONDS
-                print(
+                say(
                     f"{error}. The server shows a killed site as online for about a minute: retrying for up to "
                     f"{online_watch.HELD_SECONDS:g} s",
                     flush=True,
@@ -379,16 +380,16 @@ def _started(start: SiteLauncher, watched: online_watch.SiteStartWatcher) -> int
             nonlocal began
             reason = f"site {name}: its SuperExec ended with exit code {code}"
             delay = restarts.delay(f"exit code {code}", reason, time.monotonic() - began)
-            print(f"{reason}; restarting in {delay:g} s; a client round in progress ended with it", flush=True)
+            say(f"{reason}; restarting in {delay:g} s; a client round in progress ended with it", flush=True)
             time.sleep(delay)
             if processes.ended_part(name) == f"{name} {SUPEREXEC}":
                 began = time.monotonic()
                 start_spare(start.node, start_superexec(processes, name, env, port, secret), env)
 
-        print(f"site {name}: SuperNode for {start.superlink}, log {log}", flush=True)
+        say(f"site {name}: SuperNode for {start.superlink}, log {log}", flush=True)
         card = start_spare(start.node, superexec, env)
         follow = f"fedveil site status --state-dir {state} --follow"
-        print(f"site {name}: worker {card.pid} is warm; to follow it: {follow}", flush=True)
+        say(f"site {name}: worker {card.pid} is warm; to follow it: {follow}", flush=True)
         watched.notifier.tell_ready(watched.status)
         return watched.until_ended(part_ended=superexec_ended)
     finally:

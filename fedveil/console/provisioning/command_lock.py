@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from fedveil.console.terminal import say
 from fedveil.errors import ConfigError
 from fedveil.records.file_locks import lock_within
 
@@ -43,7 +44,7 @@ def _lock(descriptor: int, file: Path, command: str) -> None:
     """Wait until no other process holds the lock; print a message after two seconds."""
     if lock_within(descriptor, _WAIT_SECONDS):
         return
-    print(
+    say(
         f"{command}: waiting for another fedveil {command} command, which is changing {file.parent}",
         file=sys.stderr, flush=True,
     )  # fmt: skip

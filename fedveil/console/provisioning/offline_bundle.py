@@ -22,7 +22,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -73,12 +73,15 @@ class OfflineBundle:
         self.folder = folder
 
     @classmethod
-    def make(cls, folder: Path, source: Path | None, images: Sequence[str]) -> OfflineBundle:
+    def make(
+        cls, folder: Path, source: Path | None, images: Sequence[str], report: Callable[[str], None] = lambda text: None
+    ) -> OfflineBundle:
         """Collect wheels and images in a new folder, all or nothing, without checksums yet.
 
         Args:
             source: a checkout from which to build FedVeil's wheel; None means this installation.
             images: names of container images in this machine's engine.
+            report: called with each step, of which some take minutes.
 
         Raises:
             ConfigError: `source` is not a checkout.
@@ -94,7 +97,7 @@ class OfflineBundle:
         shutil.rmtree(partial, ignore_errors=True)
         (partial / "images").mkdir(parents=True)
         try:
-            _collect(partial, source and source.absolute(), images)
+            _collect(partial, source and source.absolute(), images, report)
             partial.replace(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -181,7 +184,7 @@ def _requirement(wheel: Path) -> str:
     return f"{match[1]}=={match[2]} --hash=sha256:{_sha256(wheel)}\n"
 
 
-def _collect(folder: Path, source: Path | None, images: Sequence[str]) -> None:
+def _collect(folder: Path, source: Path | None, images: Sequence[str], report: Callable[[str], None]) -> None:
     """Fill the folder with everything but the checksums."""
     processes = ProcessGroup(folder)
     constraints = source / "constraints.txt" if source else paths.find_file("constraints.txt")
@@ -194,9 +197,16 @@ def _collect(folder: Path, source: Path | None, images: Sequence[str]) -> None:
         copy = paths.copy_checkout(Path(clean) / "source", source)
         lock = copy / "lock"
         torch = [*(["--index-url", index] if index else []), "-r", str(lock / f"{device}.txt")]
-        for what in ([*locked, *torch], [*locked, "-r", str(lock / "run.txt")], [*wheel, "--no-index", str(copy)]):
-            processes.call("wheels", what, os.environ, _COLLECT_SECONDS)
-    for image in images:
+        steps = {
+            "torch": [*locked, *torch], "other packages": [*locked, "-r", str(lock / "run.txt")],
+            "FedVeil": [*wheel, "--no-index", str(copy)],
+        }  # fmt: skip
+        count = len(steps) + len(images)
+        for number, (name, command) in enumerate(steps.items(), 1):
+            report(f"{number} of {count}: collecting {name}; this may take minutes")
+            processes.call("wheels", command, os.environ, _COLLECT_SECONDS)
+    for number, image in enumerate(images, len(steps) + 1):
+        report(f"{number} of {count}: saving the image {image}; this may take minutes")
         file = folder / "images" / f"{image.replace('/', '_').replace(':', '-')}.tar"
         processes.call("image", ["docker", "save", "-o", str(file), image], os.environ, _COLLECT_SECONDS)
     shutil.copy(constraints, folder)

@@ -11,6 +11,7 @@ from fedveil.client_app.state.client_state import open_ledger
 from fedveil.client_app.state.data_sets import FolderWitness
 from fedveil.console.runs.ledger_summary import ledger_files, ledger_standing, site_of_folder, standing_lines
 from fedveil.console.runs.restored_runs import close_noted_runs, forget_noted_runs
+from fedveil.console.terminal import say
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import ConfigError
 from fedveil.privacy.ledger_account import AccountEntry, Party, SiteAccount
@@ -65,13 +66,13 @@ def add_actions(
 
 def _show(args: argparse.Namespace) -> int:
     if not ledger_files(args.state_dir):
-        print(f"no privacy ledger in {args.state_dir.expanduser()}: no run has trained here")
+        say(f"no privacy ledger in {args.state_dir.expanduser()}: no run has trained here")
         return 0
     standing = ledger_standing(args.state_dir, args.policy, args.key_file)
     for line in standing_lines(standing):
-        print(line)
+        say(line)
     for entry in standing.account.entries:
-        print(f"  {_described(standing.account, entry)}")
+        say(f"  {_described(standing.account, entry)}")
     return 0
 
 
@@ -100,7 +101,7 @@ def _adopt(args: argparse.Namespace) -> int:
     added = ledger.adopt(policies.load_policy(site).budget, witness, other)
     if not ledger.is_restored:
         forget_noted_runs(args.state_dir)
-    print(f"{added} entries added; the data folder now belongs to the ledger in {args.state_dir.expanduser()}")
+    say(f"{added} entries added; the data folder now belongs to the ledger in {args.state_dir.expanduser()}")
     return 0
 
 
@@ -122,9 +123,9 @@ def _recover(args: argparse.Namespace) -> int:
     if was_restored and not is_unchecked:
         about = {"lost": "nothing, as the site says" if args.nothing_lost else "unknown", "closed": closed}
         audit_log.append_entry(log, "recovered", about)
-    print(f"recovered: {done}{f'; {closed} runs closed at this site' if closed else ''}")
+    say(f"recovered: {done}{f'; {closed} runs closed at this site' if closed else ''}")
     if is_unchecked:
-        print(
+        say(
             "not recorded in the audit log, which was not compared with the server's anchor; before the site starts: "
             "fedveil log rotate audit-log.jsonl --after LINES:HASH"
         )

@@ -30,6 +30,7 @@ from fedveil.client_app.state.client_state import NOT_RUNS, SECURE, ClientStateS
 from fedveil.client_app.state.replay_guard import ReplayGuard
 from fedveil.console.runs.dataset_cache import list_cached_datasets, remove_cached
 from fedveil.console.runs.workers import WorkerStatus, list_workers
+from fedveil.console.terminal import say
 from fedveil.errors import ConfigError, StateError
 from fedveil.records import audit_log
 from fedveil.sanitize import sanitize
@@ -128,23 +129,23 @@ def offer_purge(state_dir: Path, names: Sequence[str], older_than: float | None,
     parts = [part for part in parts if part.parent not in {run.folder for run in goes}]
     sets = [] if names else [of for of in list_cached_datasets(state_dir) if of.days >= days]
     for run in chosen:
-        print(f"{'stays' if run.why else 'goes':<6}{purge_line(run)}{f': {sanitize(run.why)}' if run.why else ''}")
+        say(f"{'stays' if run.why else 'goes':<6}{purge_line(run)}{f': {sanitize(run.why)}' if run.why else ''}")
     for part in parts:
-        print(f"goes  {sanitize(part)}, {part.stat().st_size:,} bytes, left by an interrupted write")
+        say(f"goes  {sanitize(part)}, {part.stat().st_size:,} bytes, left by an interrupted write")
     for of in sets:
-        print(f"goes  prepared examples of {sanitize(of.data_set)}, {of.bytes:,} bytes, rebuilt when needed")
+        say(f"goes  prepared examples of {sanitize(of.data_set)}, {of.bytes:,} bytes, rebuilt when needed")
     if not goes and not parts and not sets:
-        print("nothing to remove")
+        say("nothing to remove")
         return 0
     if not agreed():
-        print("nothing was removed")
+        say("nothing was removed")
         return 1
     remove_cached(state_dir, sets)
     stayed = purge_state(state_dir, goes, parts)
     for run in stayed:
-        print(f"stays {purge_line(run)}: it resumed in the meantime")
+        say(f"stays {purge_line(run)}: it resumed in the meantime")
     size = sum(run.bytes for run in goes if run not in stayed)
-    print(
+    say(
         f"removed {len(goes) - len(stayed)} runs, {size:,} bytes, and {len(parts)} leftover files; ledger and logs stay"
     )
     return 0

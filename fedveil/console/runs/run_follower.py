@@ -17,7 +17,9 @@ from fedveil.console.flower.flwr_cli import FlowerCli, ServerUnreachableError
 from fedveil.console.flower.processes import LaunchError, named_error
 from fedveil.console.runs import per_site, summary
 from fedveil.console.runs.progress_bar import RunProgress, round_stage
+from fedveil.console.runs.run_lookup import flower_run
 from fedveil.console.runs.run_reader import load_run, status_of
+from fedveil.console.terminal import Verdict, say
 from fedveil.errors import FedVeilError
 from fedveil.records import process_exit
 from fedveil.sanitize import sanitize
@@ -30,6 +32,7 @@ _REASON_CHARACTERS = 2000  # the reason ends with the command that resumes the r
 _OURS = "fedveil.errors."
 _BY_FOLDER = {"completed": 0, "failed": 1, "stopped": 3}  # by status.json
 _BY_FLOWER = {"finished:completed": 0, "finished:failed": 1, "finished:stopped": 3}
+_VERDICTS: dict[int, Verdict] = {0: "ok", 1: "fail", 3: "warn"}
 _TOLD = re.compile(r"\bfedveil: (.{1,1000})$", re.MULTILINE)  # by server_app/run.py
 _MOST_TOLD = 5  # lines
 
@@ -67,9 +70,10 @@ class RunFollower:
             raise KeyboardInterrupt(self._left()) from None
         except LaunchError as error:
             raise LaunchError(f"{error}; the run may continue; {self.by_hand()}") from None
-        print(self._filled(word))
+        ended = word.partition(":")[0]
+        say(self._filled(word), mark=ended, verdict=_VERDICTS.get(code))
         for line in closing_lines(self.folder) if self.folder else self._told():
-            print(line)
+            say(line)
         return code
 
     def interrupted(self) -> Path | None:
@@ -97,12 +101,10 @@ class RunFollower:
 
     def by_hand(self) -> str:
         """Return the commands to follow and to stop the run from now on, without querying Flower."""
-        what, number = str(self.folder.absolute()) if self.folder else self.number, self._number() or "NUMBER"
+        what = shlex.quote(str(self.folder.absolute()) if self.folder else self.number)
         options = f" {self.flower.options()}" if self.flower is not None else ""
-        stop = f"FLWR_HOME=PILOT/server/flower flwr stop {number}"  # PILOT: the folder made by fedveil provision
-        if self.flower is not None:
-            stop = self.flower.by_hand("stop", number)
-        return f"follow it with: fedveil watch {shlex.quote(what)}{options}; stop it with: {stop}"
+        server = options or " --federation PILOT"  # the folder made by fedveil provision
+        return f"follow it with: fedveil watch {what}{options}; stop it with: fedveil stop {what}{server}"
 
     def _read(self) -> dict[str, Any]:
         """Return the run's status.json; {} until there is one, or if the run folder is on another machine."""
@@ -156,12 +158,9 @@ class RunFollower:
         return self._silent_since is not None and now - self._silent_since < _SILENT_SECONDS
 
     def _number(self) -> str:
-        file = None if self.folder is None else self.folder / "flower-run"
-        if file is None or not file.is_file():
+        if self.folder is None or not (self.folder / "flower-run").is_file():
             return self.number
-        with file.open("rb") as noted:
-            raw_number = noted.read(40).strip()
-        return raw_number.decode() if raw_number.isdigit() else ""  # it becomes part of a command that users run
+        return flower_run(self.folder)
 
     def _log(self) -> str:
         """Return the output of the run's ServerApp; "" if it is not available."""

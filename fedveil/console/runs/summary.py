@@ -101,9 +101,17 @@ def metric_names(runs: Sequence[RunView]) -> list[str]:
     return sorted(names, key=lambda name: (name != "loss", name))
 
 
+# Metrics by the names that papers use; the loss is told apart from training loss.
+_METRIC_LABELS = {
+    "loss": "test loss", "bleu": "BLEU", "rouge_l": "ROUGE-L", "nist": "NIST", "meteor": "METEOR", "cider": "CIDEr",
+    "exact_match": "exact match", "macro_f1": "macro F1", "f1": "F1", "auroc": "AUROC",
+    "preference_accuracy": "preference accuracy", "reward_margin": "reward margin",
+}  # fmt: skip
+
+
 def run_label(metric: str) -> str:
-    """Return a metric's label for pages, which distinguishes the server's test loss from training loss."""
-    return "test loss" if metric == "loss" else metric
+    """Return a metric's label for people; a metric of another package keeps its name."""
+    return _METRIC_LABELS.get(metric, metric)
 
 
 def baseline_of(run: RunView, runs: Sequence[RunView]) -> RunView | None:
@@ -138,7 +146,7 @@ def summary_table(runs: Sequence[RunView]) -> Table:
     for run in runs:
         table.add_column(run.name, justify="right")
     for name in metric_names(runs):
-        table.add_row(name, *(f"{run.final[name]:.4f}" if name in run.final else "-" for run in runs))
+        table.add_row(run_label(name), *(f"{run.final[name]:.4f}" if name in run.final else "-" for run in runs))
     table.add_row("adapter", *(run.adapter_weights or "-" for run in runs))
     table.add_row("protection", *(protection(run) for run in runs))
     table.add_section()

@@ -24,6 +24,7 @@ from fedveil.console.runs.unit_exposure import (
     list_row_files,
     read_id,
 )
+from fedveil.console.terminal import say
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import ConfigError, FedVeilError
 from fedveil.records import audit_log
@@ -107,7 +108,7 @@ def _exposure(args: argparse.Namespace) -> int:
         print(json.dumps(found, indent=2))
         return 0
     for line in itertools.chain(*(rows.lines() for rows in more.values()), exposure.lines()):
-        print(line)
+        say(line)
     return 0
 
 
@@ -129,12 +130,12 @@ def _count_units(args: argparse.Namespace, name: str, site: SiteConfig) -> int:
         try:
             counts = count_units(file, column)
         except FedVeilError as error:
-            print(f"{label}: cannot be counted: {sanitize(error)}")
+            say(f"{label}: cannot be counted: {sanitize(error)}")
             is_sound = False
             continue
-        print(f"{label}: {counts.units} units in {counts.rows} rows, at most {counts.largest} per unit")
+        say(f"{label}: {counts.units} units in {counts.rows} rows, at most {counts.largest} per unit")
         for line in _refusals(counts):
-            print(f"  {line}")
+            say(f"  {line}")
             is_sound = False
     return 0 if is_sound else 1
 
@@ -176,20 +177,20 @@ def _withdraw(args: argparse.Namespace) -> int:
     }
     record = WithdrawalRecord.open(args.state_dir, FileSeal.from_key_file(site.key_file))
     is_new = record.add(plain, column)
-    print("withdrawn: no client round that starts from now on will train on this unit's rows" if is_new else
+    say("withdrawn: no client round that starts from now on will train on this unit's rows" if is_new else
           "this unit was already withdrawn")  # fmt: skip
     remove_cached(args.state_dir, list_cached_datasets(args.state_dir))  # caches contain its rows unencrypted
     about = {"column": column, "units": len(record.read().units), "new": is_new}
     audit_log.append_entry(args.state_dir.expanduser() / audit_log.NAME, "withdrawn", about)
     for line in itertools.chain(*(rows.lines() for rows in found.values())):
-        print(line)
+        say(line)
     if any(rows.problems for rows in found.values()):
-        print("this site does not train on data in which it cannot find withdrawn units")
-    print("a client round in progress still uses the rows, and they stay in the data until you remove them")
-    print("the privacy ledger continues: no epsilon is refunded")
+        say("this site does not train on data in which it cannot find withdrawn units")
+    say("a client round in progress still uses the rows, and they stay in the data until you remove them")
+    say("the privacy ledger continues: no epsilon is refunded")
     for run in collect_runs(args.state_dir, _standing(args.state_dir, site)):
         for line in _retraining(run):
-            print(line)
+            say(line)
     return 0
 
 
@@ -198,7 +199,7 @@ def _standing(state_dir: Path, site: SiteConfig) -> LedgerStanding | None:
     try:
         return ledger_standing(state_dir, site.policy, site.key_file) if ledger_files(state_dir) else None
     except (FedVeilError, OSError, ValueError) as error:
-        print(f"privacy ledger: cannot be read, so the runs below come from the audit log: {sanitize(error)}")
+        say(f"privacy ledger: cannot be read, so the runs below come from the audit log: {sanitize(error)}")
     return None
 
 

@@ -21,6 +21,7 @@ from fedveil.client_app.node_config import SiteConfig
 from fedveil.client_app.state.withdrawn_units import WithdrawalRecord
 from fedveil.console.runs.ledger_summary import LedgerStanding, bound_of, if_planned, ledger_files, ledger_standing
 from fedveil.console.runs.retained_state import list_retained
+from fedveil.console.terminal import say
 from fedveil.contract.privacy import UNTIMED, Step, is_poisson_sampled
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import ConfigError, FedVeilError
@@ -316,7 +317,7 @@ def _from_log(file: Path) -> dict[str, RunExposure]:
     """Return the runs with uploads in the site's audit log. Raises StateError if the log cannot be read."""
     runs: dict[str, RunExposure] = {}
     if file.exists() and (damaged := audit_log.count_damaged(audit_log.list_log_files(file))):
-        print(
+        say(
             f"note: {damaged} lines of {file} and its earlier files are damaged; runs in them may be missing here",
             file=sys.stderr,
         )

@@ -32,6 +32,13 @@ def test_the_cheapest_come_first_and_equal_ones_in_their_order():
     assert clock.done == [("cheap", "b"), ("cheap", "a"), ("dear", "a")]
 
 
+def test_each_step_that_begins_is_counted_and_one_that_does_not_is_not():
+    clock, begun = Clock(), []
+    steps = [clock.step("x", "a", 2, 9.0), clock.step("y", "a", 1, 3.0), clock.step("z", "a", 3, 1.0)]
+    take_steps(steps, TimeBudget(5.0, clock), lambda number, count: begun.append((number, count)))
+    assert begun == [(1, 3), (2, 3)]
+
+
 def test_no_step_begins_when_time_is_over():
     clock = Clock()
     budget = TimeBudget(5.0, clock)

@@ -165,3 +165,19 @@ def test_a_command_of_another_distribution_is_named_with_it(monkeypatch, capsys)
     monkeypatch.setattr(main, "find_command", lambda name: None)
     assert main.main(["bench", "--list"]) == 2
     assert "bench is part of the package fedveil-bench (in a checkout: make bench)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (["methods", "--tabel"], "error: did you mean --table? unrecognized arguments: --tabel"),
+        (["site", "strat"], "error: did you mean start? argument ACTION: invalid choice: 'strat'"),
+        (["site", "start", "--polcy", "x"], "error: did you mean --policy? unrecognized arguments: --polcy x"),
+        (["methods", "--zzzzz"], "error: unrecognized arguments: --zzzzz"),
+    ],
+)
+def test_a_mistyped_option_or_action_is_asked_about_first(given, meant, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main.main(given)
+    assert ended.value.code == 2
+    assert meant in capsys.readouterr().err

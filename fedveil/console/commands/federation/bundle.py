@@ -14,10 +14,12 @@ and unlisted files, but not forgery.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from fedveil import __version__
 from fedveil.console.provisioning.offline_bundle import OfflineBundle
+from fedveil.console.terminal import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,15 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _make(args: argparse.Namespace) -> int:
     images = [] if args.no_images else args.image or [f"fedveil:{__version__}"]
-    print(OfflineBundle.make(args.folder, args.source, images).write_checksums())
+    bundle = OfflineBundle.make(args.folder, args.source, images, lambda step: say(step, file=sys.stderr, flush=True))
+    say("computing checksums", file=sys.stderr, flush=True)
+    say(bundle.write_checksums())
     return 0
 
 
 def _checksums(args: argparse.Namespace) -> int:
-    print(OfflineBundle(args.folder).write_checksums())
+    say(OfflineBundle(args.folder).write_checksums())
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
-    print(OfflineBundle(args.folder).verify())
+    say(OfflineBundle(args.folder).verify())
     return 0

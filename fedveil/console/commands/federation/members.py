@@ -4,27 +4,46 @@ A change goes to Flower first and then to the registry, so both agree. The comma
 at this machine's control port. `--offline` changes only the registry, for a server whose database is lost or does
 not exist yet; `fedveil members sync` then brings Flower in line with the registry. If two commands run at once, the
 second waits for the first. `list` and `roster` change nothing, but rewrite signers.json if it is missing or outdated.
+
+`list --json` prints one JSON object for other programs, such as a daily check:
+
+| field | value |
+|---|---|
+| format | 1; a field changes its name or meaning only with this number |
+| is_soon | whether a date below is past or within 30 days, as in the exit code |
+| certificates | a list: name, until, days_left |
+| members | a list: name, state, until, days_left, is_online, note |
+
+Dates are in ISO 8601, UTC. A member's until and days_left are null before it is registered. is_online is null if the
+server was not asked (--offline) or did not answer.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fedveil.console.flower import instruction_key_files
 from fedveil.console.flower.flwr_cli import FlowerCli, ServerUnreachableError
+from fedveil.console.flower.processes import LaunchError
 from fedveil.console.provisioning import enrollment, instruction_keys, startup_kit
 from fedveil.console.provisioning.federation_folder import FederationFile, SiteRegistry, roster_file
+from fedveil.console.provisioning.online_status import absent_members
 from fedveil.console.provisioning.server_certificate import issue_certificate, read_certificate
+from fedveil.console.terminal import Verdict, say, say_row
 from fedveil.errors import ConfigError
 from fedveil.federation.message_signatures.key_files import INSTRUCTION_KEYS, InstructionKeys
 from fedveil.federation.secagg.roster import SigningKeyRoster, roster_digest
 from fedveil.records.atomic_files import write_atomic
 from fedveil.sanitize import sanitize
 
+JSON_FORMAT = 1
 _SOON = timedelta(days=30)
 _SEEN = "/roster/roster.json"  # where the process that runs apps reads it, in the compose file's containers
 
@@ -33,8 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     listed = actions.add_parser(
-        "list", help="list sites, states and expiry dates; exit code 1 if a date is near or past"
+        "list", help="list sites: state, expiry date, who is online; exit code 1 if a date is near or past"
     )
+    listed.add_argument("--json", action="store_true", help="print one JSON object, for other programs")
+    listed.add_argument("--offline", action="store_true", help="do not ask the server who is online")
     listed.set_defaults(run=_list)
     add = actions.add_parser("add", help="add a site and write its start-up kit")
     add.set_defaults(run=_changing(_add))
@@ -111,19 +132,74 @@ def _asking(act: Callable[[argparse.Namespace], int], args: argparse.Namespace) 
 def _list(args: argparse.Namespace) -> int:
     members, now = SiteRegistry(args.folder), datetime.now(UTC)
     members.write_signers()
-    over = False
-    for name in ("ca.crt", "server.pem"):
-        ends = read_certificate(args.folder / "server" / name).not_valid_after_utc
-        over |= ends - now < _SOON
-        print(f"{name:<20} until {ends:%Y-%m-%d}{_remark(ends, now)}")
-    for site, entry in sorted(members.sites.items()):
-        line = f"{site:<20} {entry['state']}"
-        if entry["state"] == "registered":
-            ends = datetime.fromisoformat(entry["until"])
-            over |= ends - now < _SOON
-            line += f" until {ends:%Y-%m-%d}{_remark(ends, now)}"
-        print(line)
-    return int(over)
+    certificates = [
+        {"name": name, **_until(read_certificate(args.folder / "server" / name).not_valid_after_utc, now)}
+        for name in ("ca.crt", "server.pem")
+    ]
+    online, silence = (None, "") if args.offline else _online(args.folder)
+    listed = [_member(site, entry, now, online) for site, entry in sorted(members.sites.items())]
+    dates = [*certificates, *(member for member in listed if member["state"] == "registered")]
+    is_soon = any(_is_soon(one["days_left"]) for one in dates)
+    if args.json:
+        document = {"format": JSON_FORMAT, "is_soon": is_soon, "certificates": certificates, "members": listed}
+        print(json.dumps(document, indent=1, allow_nan=False))
+    else:
+        _print_list(certificates, listed)
+    if silence:
+        say(silence, file=sys.stderr)
+    return int(is_soon)
+
+
+def _online(folder: Path) -> tuple[dict[str, str] | None, str]:
+    """Return why members are not online, by name, and ""; or None and a sentence, if the server does not answer."""
+    try:
+        return absent_members(folder), ""
+    except LaunchError as error:
+        return None, f"who is online is not known: {error}"
+
+
+def _member(site: str, entry: Mapping[str, Any], now: datetime, absent: Mapping[str, str] | None) -> dict[str, Any]:
+    dated = (
+        _until(datetime.fromisoformat(entry["until"]), now) if "until" in entry else {"until": None, "days_left": None}
+    )
+    is_online = None if absent is None else site not in absent
+    return {
+        "name": site,
+        "state": entry["state"],
+        **dated,
+        "is_online": is_online,
+        "note": (absent or {}).get(site, ""),
+    }
+
+
+def _until(ends: datetime, now: datetime) -> dict[str, Any]:
+    return {"until": ends.astimezone(UTC).isoformat(timespec="seconds"), "days_left": (ends - now) // timedelta(days=1)}
+
+
+def _is_soon(days: int | None) -> bool:
+    return days is not None and days < _SOON.days
+
+
+def _print_list(certificates: Sequence[Mapping[str, Any]], listed: Sequence[Mapping[str, Any]]) -> None:
+    width = max(20, *(min(40, len(sanitize(one["name"], 40))) for one in (*certificates, *listed)))
+    say(f"{'certificate':<{width}} until")
+    for one in certificates:
+        _say_dated(f"{one['name']:<{width}} ", one, "")
+    say(f"\n{'member':<{width}} {'state':<10} {'until':<10} online")
+    words = {True: "online", False: "offline", None: "?"}
+    for one in listed:
+        row = f"{sanitize(one['name'], 40):<{width}} {one['state']:<10} "
+        _say_dated(row, one, words[one["is_online"]], has_date=one["state"] == "registered")
+
+
+def _say_dated(row: str, one: Mapping[str, Any], online: str, has_date: bool = True) -> None:
+    """Print a row with its date, and color the date if it is near or past."""
+    date, remark = "-", ""
+    if has_date:
+        date, remark = one["until"][:10], _remark(one["days_left"])
+    verdict: Verdict | None = {"": None, "soon": "warn", "EXPIRED": "fail"}[remark]
+    notes = "; ".join(filter(None, (remark, one.get("note", ""))))
+    say_row(f"{row}{date:<10} {online}".rstrip(), notes, mark=date, verdict=verdict, start=len(row))
 
 
 def _add(args: argparse.Namespace, members: SiteRegistry) -> int:
@@ -132,9 +208,9 @@ def _add(args: argparse.Namespace, members: SiteRegistry) -> int:
     keys = instruction_keys.ensure_keys(members)
     file = _write_kit(args.folder, federation, args.site, keys)
     members.add(args.site, signs=True)
-    print(f"{args.site}: added; the start-up kit is {file}")
-    print(f"instruction keys in it, to be confirmed by phone: {_fingerprint(keys)}")
-    print(
+    say(f"{args.site}: added; the start-up kit is {file}")
+    say(f"instruction keys in it, to be confirmed by phone: {_fingerprint(keys)}")
+    say(
         f"next: send the kit to the site, then run fedveil members register {args.folder} request.json "
         "--fingerprint SHA256:..., as the site reads it to you"
     )
@@ -147,11 +223,11 @@ def _kit(args: argparse.Namespace, members: SiteRegistry) -> int:
     keys = instruction_keys.ensure_keys(members)
     file, new = _write_kit(args.folder, members.federation, args.site, keys), not members.signs(args.site)
     members.mark_signing(args.site)
-    print(f"{args.site}: the start-up kit is {file}")
-    print(f"instruction keys in it: {_fingerprint(keys)}")
-    print(f"a site that already has a kit takes only {INSTRUCTION_KEYS} from the new one: {_trust(keys)}")
+    say(f"{args.site}: the start-up kit is {file}")
+    say(f"instruction keys in it: {_fingerprint(keys)}")
+    say(f"a site that already has a kit takes only {INSTRUCTION_KEYS} from the new one: {_trust(keys)}")
     if new:
-        print(f"{args.site}: its replies must be signed from now on; have the site set this up before the next run")
+        say(f"{args.site}: its replies must be signed from now on; have the site set this up before the next run")
         _remind_of_start(args.folder)
     return 0
 
@@ -176,7 +252,7 @@ def _fingerprint(keys: InstructionKeys) -> str:
 
 
 def _remind_of_start(folder: Path) -> None:
-    print(f"a server that is running now signs only after a restart: fedveil server start {folder}")
+    say(f"a server that is running now signs only after a restart: fedveil server start {folder}")
 
 
 def _renew_instruction_key(args: argparse.Namespace, members: SiteRegistry) -> int:
@@ -189,30 +265,30 @@ def _renew_instruction_key(args: argparse.Namespace, members: SiteRegistry) -> i
         _write_kit(args.folder, members.federation, site, keys)
         members.mark_signing(site)
     what = "the standby key signs from the next run on" if had_keys else "generated, because this folder had none"
-    print(f"{instruction_key_files.current_file(args.folder)}: {what}")
-    print(f"{instruction_key_files.standby_file(args.folder)}: the new standby key; move it to a safe place")
-    print(f"{args.folder / 'kits'}: {len(sites)} kits rewritten")
-    print(f"next: send each site the {INSTRUCTION_KEYS} from its kit, and read it the fingerprint by phone; it runs:")
-    print(f"      {_trust(keys)}")
+    say(f"{instruction_key_files.current_file(args.folder)}: {what}")
+    say(f"{instruction_key_files.standby_file(args.folder)}: the new standby key; move it to a safe place")
+    say(f"{args.folder / 'kits'}: {len(sites)} kits rewritten")
+    say(f"next: send each site the {INSTRUCTION_KEYS} from its kit, and read it the fingerprint by phone; it runs:")
+    say(f"      {_trust(keys)}")
     if had_keys:
-        print("until then a site accepts the old key, and, with the old file, the new one too")
+        say("until then a site accepts the old key, and, with the old file, the new one too")
     if first:
-        print(f"from now on, replies from {', '.join(first)} must be signed; have them set this up before the next run")
+        say(f"from now on, replies from {', '.join(first)} must be signed; have them set this up before the next run")
         _remind_of_start(args.folder)
     return 0
 
 
 def _require_signatures(args: argparse.Namespace, members: SiteRegistry) -> int:
     members.require_signatures()
-    print(f"{args.folder}: the server counts only signed replies, and doesn't ask sites that do not sign")
+    say(f"{args.folder}: the server counts only signed replies, and doesn't ask sites that do not sign")
     for site, entry in sorted(members.sites.items()):
         if entry["state"] != "registered" and not members.signs(site):
-            print(f"{site}: {entry['state']}; before it registers, it needs a kit from fedveil members kit")
+            say(f"{site}: {entry['state']}; before it registers, it needs a kit from fedveil members kit")
     return 0
 
 
-def _remark(ends: datetime, now: datetime) -> str:
-    return "  EXPIRED" if ends <= now else "  soon" if ends - now < _SOON else ""
+def _remark(days_left: int) -> str:
+    return "EXPIRED" if days_left < 0 else "soon" if _is_soon(days_left) else ""
 
 
 def _register(args: argparse.Namespace, members: SiteRegistry) -> int:
@@ -238,9 +314,9 @@ def _register(args: argparse.Namespace, members: SiteRegistry) -> int:
         _unregister(flower, members, site)
         node = flower.register(asked.key, site)
     members.register(site, asked.key, node, signing=asked.signing)
-    print(f"{site}: registered, keys {asked.fingerprint}, until {members.sites[site]['until'][:10]}")
+    say(f"{site}: registered, keys {asked.fingerprint}, until {members.sites[site]['until'][:10]}")
     if before != asked.signing:
-        print(f"its signing key is new: run fedveil members roster {args.folder}, and have the sites compare digests")
+        say(f"its signing key is new: run fedveil members roster {args.folder}, and have the sites compare digests")
     return 0
 
 
@@ -250,11 +326,11 @@ def _roster(args: argparse.Namespace) -> int:
     keys_ = members.signing_keys
     for site, entry in sorted(members.sites.items()):
         if site in keys_:
-            print(f"{site:<20} {enrollment.short_key(keys_[site])}")
+            say(f"{site:<20} {enrollment.short_key(keys_[site])}")
         elif entry["state"] == "registered":
-            print(f"{site:<20} has NO signing key: run fedveil site init --renew there, then register the request")
+            say(f"{site:<20} has NO signing key: run fedveil site init --renew there, then register the request")
         else:
-            print(f"{site:<20} is not in the roster: {entry['state']}")
+            say(f"{site:<20} is not in the roster: {entry['state']}")
     if not keys_:
         raise ConfigError(
             f"{args.folder}: expected a registered site with a signing key, found none; register a site first"
@@ -262,11 +338,9 @@ def _roster(args: argparse.Namespace) -> int:
     out = args.out or roster_file(args.folder)
     write_atomic(out, SigningKeyRoster(signing_keys=keys_).to_bytes())
     seen = "" if args.out else f" (in containers: {_SEEN})"
-    print(f"{out}: {len(keys_)} sites; set secure.roster in the run config to this file{seen}")
-    print(
-        "each site checks its own key above (fedveil doctor shows it there); then the sites read the last line to each"
-    )
-    print("other, bypassing the server, and put it in their site-policy.toml:")
+    say(f"{out}: {len(keys_)} sites; set secure.roster in the run config to this file{seen}")
+    say("each site checks its own key above (fedveil doctor shows it there); then the sites read the last line to each")
+    say("other, bypassing the server, and put it in their site-policy.toml:")
     print(f'roster = "{roster_digest(keys_)}"')
     return 0
 
@@ -276,7 +350,7 @@ def _revoke(args: argparse.Namespace, members: SiteRegistry) -> int:
     if (flower := _flower(args)) is not None:
         _unregister(flower, members, args.site)
     members.end(args.site, "revoked")
-    print(f"{args.site}: revoked; this key is never accepted again")
+    say(f"{args.site}: revoked; this key is never accepted again")
     return 0
 
 
@@ -287,9 +361,9 @@ def _expire(args: argparse.Namespace, members: SiteRegistry) -> int:
         if flower is not None:
             _unregister(flower, members, site)
         members.end(site, "expired")
-        print(f"{site}: expired; make a new key at the site with fedveil site init --renew")
+        say(f"{site}: expired; make a new key at the site with fedveil site init --renew")
     if not over:
-        print("no key is past its expiry date")
+        say("no key is past its expiry date")
     return 0
 
 
@@ -300,26 +374,24 @@ def _sync(args: argparse.Namespace, members: SiteRegistry) -> int:
         if entry["state"] == "registered" and site not in over and entry["node"] not in known:
             entry["node"] = flower.register(entry["key"], site)
             members.save()
-            print(f"{site}: registered with Flower")
+            say(f"{site}: registered with Flower")
     for site, entry in sorted(members.sites.items()):
         if (entry["state"] in ("revoked", "expired") or site in over) and entry.get("node") in known:
             flower.unregister(entry["node"])
-            print(f"{site}: {entry['state']}, and now also unregistered from Flower")
+            say(f"{site}: {entry['state']}, and now also unregistered from Flower")
     return 0
 
 
 def _renew(args: argparse.Namespace, members: SiteRegistry) -> int:
     issue_certificate(args.folder, members.federation, args.ca_key)
-    print(
-        f"{args.folder / 'server'}: new server.pem and server.key; restart the SuperLink; sites reconnect on their own"
-    )
+    say(f"{args.folder / 'server'}: new server.pem and server.key; restart the SuperLink; sites reconnect on their own")
     return 0
 
 
 def _address(args: argparse.Namespace) -> int:
     """Print the server's address, and each kit's address with the command that updates an outdated kit."""
     members = SiteRegistry(args.folder)
-    print(f"{members.federation.superlink}: the address for the kits; names in the certificate: "
+    say(f"{members.federation.superlink}: the address for the kits; names in the certificate: "
           f"{', '.join(members.federation.server)}")  # fmt: skip
     for site, entry in sorted(members.sites.items()):
         if entry["state"] not in ("registered", "invited"):
@@ -327,11 +399,11 @@ def _address(args: argparse.Namespace) -> int:
         kit = args.folder / "kits" / f"{site}.tar.gz"
         named = startup_kit.address_in_kit(kit)
         if named == members.federation.superlink:
-            print(f"{site}: its kit {kit} has this address")
+            say(f"{site}: its kit {kit} has this address")
         else:
             again = f"rewrite it: fedveil members kit {args.folder} {site}"
-            print(f"{site}: its kit {kit} has {named or 'no address'}; {again}")
-    print(startup_kit.ADDRESS_AT_SITE)
+            say(f"{site}: its kit {kit} has {named or 'no address'}; {again}")
+    say(startup_kit.ADDRESS_AT_SITE)
     return 0
 
 

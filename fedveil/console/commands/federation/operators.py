@@ -23,6 +23,7 @@ from fedveil.console.flower.flwr_cli import write_connection
 from fedveil.console.flower.operator_tokens import write_login
 from fedveil.console.provisioning.federation_folder import SiteRegistry, registry_folder
 from fedveil.console.provisioning.operator_registry import ROLES, OperatorRegistry
+from fedveil.console.terminal import say
 from fedveil.errors import ConfigError
 from fedveil.records.atomic_files import write_atomic
 
@@ -73,7 +74,7 @@ def _add(args: argparse.Namespace) -> int:
             out.unlink()
             raise
     write_atomic(out, token.encode())
-    print(f"{args.name}: {args.role}, until {registry.entries[args.name]['until'][:10]}; the token is in {args.out}")
+    say(f"{args.name}: {args.role}, until {registry.entries[args.name]['until'][:10]}; the token is in {args.out}")
     return 0
 
 
@@ -86,9 +87,9 @@ def _revoke(args: argparse.Namespace) -> int:
                 "an admin can be added only on this machine"
             )
         operators.revoke(args.name)
-    print(f"{args.name}: revoked as of the next request")
+    say(f"{args.name}: revoked as of the next request")
     if operators.entries[args.name]["role"] in ("submit", "admin") and _signs(args.folder):
-        print(
+        say(
             "unless bundles.toml limited them, this operator's runs could read the key that signs instructions; run "
             f"fedveil members renew-instruction-key {args.folder}"
         )
@@ -108,9 +109,7 @@ def _list(args: argparse.Namespace) -> int:
     for name, entry in sorted(OperatorRegistry(registry_folder(args.folder)).entries.items()):
         ended = entry["state"] == "active" and datetime.fromisoformat(entry["until"]) <= now
         over |= ended
-        print(
-            f"{name:<20} {entry['role']:<8} {entry['state']} until {entry['until'][:10]}{'  EXPIRED' if ended else ''}"
-        )
+        say(f"{name:<20} {entry['role']:<8} {entry['state']} until {entry['until'][:10]}{'  EXPIRED' if ended else ''}")
     return int(over)
 
 
@@ -130,5 +129,5 @@ def _login(args: argparse.Namespace) -> int:
     write_atomic(home.parent / "ca.crt", ca)
     write_connection(home, args.address, home.parent / "ca.crt")
     write_login(home, args.address, token)
-    print(f"{args.folder}: fedveil submit --federation {args.folder} ... now submits to {args.address}")
+    say(f"{args.folder}: fedveil submit --federation {args.folder} ... now submits to {args.address}")
     return 0

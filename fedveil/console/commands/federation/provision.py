@@ -31,6 +31,7 @@ from fedveil.console.provisioning.federation_folder import (
     registry_folder,
 )
 from fedveil.console.provisioning.operator_registry import OperatorRegistry
+from fedveil.console.terminal import say
 from fedveil.errors import ConfigError
 
 _CA_LASTS = 3  # times as long as the server certificate
@@ -59,17 +60,16 @@ def run(args: argparse.Namespace) -> int:
         partial.replace(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    print(f"{out}: certificates, the server's folder, and {len(federation.sites)} kits in kits/")
+    say(f"{out}: certificates, the server's folder, and {len(federation.sites)} kits in kits/")
     members = SiteRegistry(out)
     fingerprint = instruction_key_files.keys_fingerprint(members.federation_id, members.instruction_keys)
-    print(f"instruction keys, to be confirmed with each site by phone: {fingerprint}")
-    print(
-        f"next: move {out / 'ca' / 'ca.key'} and instruction-standby.key in that folder to a safe place, start the "
-        f"server (fedveil server start {out}, or docs/deploy/provision.md),"
-    )
-    print(
-        f"      send each site its kit, and register its request: fedveil members register {out} request.json "
-        "--fingerprint SHA256:..., as the site reads it to you"
+    say(f"instruction keys, to be confirmed with each site by phone: {fingerprint}")
+    say(f"next: 1. move {out / 'ca' / 'ca.key'} and instruction-standby.key in that folder to a safe place", hang=9)
+    say(f"      2. start the server (with containers: docs/deploy/provision.md): fedveil server start {out}", hang=9)
+    say(
+        "      3. send each site its kit, and register its request with the fingerprint that the site reads to you: "
+        f"fedveil members register {out} request.json --fingerprint SHA256:...",
+        hang=9,
     )
     return 0
 

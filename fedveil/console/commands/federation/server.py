@@ -19,6 +19,7 @@ from fedveil.console.launch.service_notify import ServiceNotifier
 from fedveil.console.provisioning import instruction_keys, startup_kit
 from fedveil.console.provisioning.federation_folder import SiteRegistry
 from fedveil.console.provisioning.server_certificate import issue_certificate
+from fedveil.console.terminal import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,8 +77,8 @@ def _rename(args: argparse.Namespace) -> int:
         (args.folder / "kits").mkdir(mode=0o700, exist_ok=True)
         for site in sites:
             startup_kit.write_kit(args.folder / "kits" / f"{site}.tar.gz", federation, site, ca, keys)
-    print(f"{args.folder / 'server'}: new server.pem and server.key for {', '.join(federation.server)}")
-    print(f"{args.folder / 'kits'}: {len(sites)} kits rewritten with {federation.superlink}")
-    print(f"next: restart the server (fedveil server start {args.folder}) and send each site its kit")
-    print(startup_kit.ADDRESS_AT_SITE)
+    say(f"{args.folder / 'server'}: new server.pem and server.key for {', '.join(federation.server)}")
+    say(f"{args.folder / 'kits'}: {len(sites)} kits rewritten with {federation.superlink}")
+    say(f"next: restart the server (fedveil server start {args.folder}) and send each site its kit")
+    say(startup_kit.ADDRESS_AT_SITE)
     return 0

@@ -33,7 +33,7 @@ from fedveil.console.run_config_args import parse_overrides
 from fedveil.console.runs import run_reader as runs
 from fedveil.console.runs import summary, workers
 from fedveil.console.runs.progress_bar import RunProgress
-from fedveil.console.terminal import make_console
+from fedveil.console.terminal import make_console, say
 from fedveil.console.web.report import demo_files as left_by
 from fedveil.errors import ConfigError, FedVeilError
 from fedveil.guard import flower
@@ -188,14 +188,14 @@ def _drawn(sites: int, fraction: float) -> str:
 
 
 def _explain(federation: LocalDeployment, run: int, method: str, ended: RunOutcome, out: Path) -> None:
-    print(f"error: {method} failed: {sanitize(ended.reason)}", file=sys.stderr)
+    say(f"error: {method} failed: {sanitize(ended.reason)}", file=sys.stderr)
     for site in federation.sites:
         if reason := federation.last_error(site):
-            print(f"{site}: {sanitize(reason)}", file=sys.stderr)
-    print(f"All logs are in {out / 'logs'}", file=sys.stderr)
+            say(f"{site}: {sanitize(reason)}", file=sys.stderr)
+    say(f"All logs are in {out / 'logs'}", file=sys.stderr)
     if not federation.status(run).get("reason"):  # otherwise the reason was printed, and the log adds nothing to it
-        print("Last lines of the ServerApp's log:", file=sys.stderr)
-        print("\n".join(map(sanitize, federation.server_log(run).splitlines())), file=sys.stderr)
+        say("Last lines of the ServerApp's log:", file=sys.stderr)
+        say("\n".join(map(sanitize, federation.server_log(run).splitlines())), file=sys.stderr)
 
 
 def _measure(folder: Path, data: Path, before: list[Future[DemoMeasurements]]) -> DemoMeasurements:
@@ -267,8 +267,8 @@ def _arms(text: str, sites: int) -> list[DemoRun]:
             near = suggest_name(first.method, known) if first.method not in known else ""
             near = near or suggest_name(first.defense, filter(None, DEFENSES))
         raise ConfigError(
-            f"--methods: expected names from {known}, optionally with {defenses}, each once, found "
-            f"{sanitize(text, 200)!r}{f'; {near.strip()}' if near else ''}"
+            f"--methods: found {sanitize(text, 200)!r}; {near}expected names from {known}, optionally with {defenses}, "
+            "each once"
         )
     if sites < _LEAST_SUMMED and any(arm.defense == "secure" for arm in arms):
         raise ConfigError(f"--sites: expected at least {_LEAST_SUMMED} for a method with +secure, found {sites}")

@@ -14,6 +14,7 @@ from fedveil.cards import card, markdown
 from fedveil.cards.card import DeclaredFacts, PrivacyCard
 from fedveil.cards.signing import dsse, in_toto, keys, verification
 from fedveil.console.runs.run_reader import load_run
+from fedveil.console.terminal import say
 from fedveil.errors import ConfigError, StateError
 from fedveil.records import audit_log
 from fedveil.records.atomic_files import write_atomic
@@ -65,7 +66,7 @@ def _make(args: argparse.Namespace) -> int:
         )
     privacy_card = card_update.rewrite_card(run, _stated(args, final))
     print(final / card.PAGE)
-    print(privacy_card.guarantee.says)
+    say(privacy_card.guarantee.says)
     return 0
 
 
@@ -102,7 +103,7 @@ def _sign(args: argparse.Namespace) -> int:
         )
     done = dsse.sign_payload(in_toto.PAYLOAD_TYPE, payload, key, others)
     write_atomic(file, done.to_bytes())
-    print(f"{file}: signed by {keys.key_fingerprint(key.public_key())}; {len(done.signatures)} signatures in total")
+    say(f"{file}: signed by {keys.key_fingerprint(key.public_key())}; {len(done.signatures)} signatures in total")
     return 0
 
 
@@ -131,12 +132,12 @@ def _verify(args: argparse.Namespace) -> int:
         raise StateError(
             f"{folder}: expected the signed files unchanged, found {'; '.join(result.wrong)}; do not trust it"
         )
-    print(f"{folder}: {result.files} files, all unchanged since they were signed, and no other files")
+    say(f"{folder}: {result.files} files, all unchanged since they were signed, and no other files")
     for each in result.signed:
-        print(f"signed by {sanitize(known[each][0], 80)} ({each})")
+        say(f"signed by {sanitize(known[each][0], 80)} ({each})")
     for each in result.unknown:
-        print(f"signature by {each}, a key that was not given: NOT checked, so it proves nothing")
-    print(f"the card says: {sanitize(card.read_card(folder).guarantee.says, 2000)}")
+        say(f"signature by {each}, a key that was not given: NOT checked, so it proves nothing")
+    say(f"the card says: {sanitize(card.read_card(folder).guarantee.says, 2000)}")
     return 0
 
 

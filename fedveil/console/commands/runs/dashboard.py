@@ -10,6 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from fedveil.console.terminal import say
 from fedveil.errors import ConfigError
 
 
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve the dashboard until Ctrl-C."""
     if args.folder and not args.folder.is_dir():
         raise ConfigError(f"FOLDER: expected a folder of runs, found none at {args.folder}; name your runs' run.dir")
-    print("Starting; a link will appear in a few seconds", file=sys.stderr, flush=True)
+    say("Starting; a link will appear in a few seconds", file=sys.stderr, flush=True)
     from fedveil.console.web.apps import open_runs_dashboard
 
     return open_runs_dashboard(args.folder, args.federation, args.host, args.port, args.metrics_token)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.console.runs.policy_history import list_policies
+from fedveil.console.terminal import say
 from fedveil.errors import ConfigError
 from fedveil.federation.message_signatures.claims import InstructionClaims
 from fedveil.federation.message_signatures.evidence import MOST_BYTES, Evidence
@@ -115,22 +116,22 @@ def _verify(args: argparse.Namespace) -> int:
     head = audit_log.verify_log_files(files, checkable)
     damaged, names = audit_log.count_damaged(files), ", ".join(map(str, files))
     what = f"{damaged} damaged, as a later line records; all others unchanged" if damaged else "all unchanged"
-    print(f"{names}: {head.lines - first} lines, {what}; matching anchors: {len(checkable)}")
+    say(f"{names}: {head.lines - first} lines, {what}; matching anchors: {len(checkable)}")
     if first:
-        print(f"the log begins at line {first}; to check its earlier files, name them too")
+        say(f"the log begins at line {first}; to check its earlier files, name them too")
     if skipped := len(anchors) - len(checkable):
-        print(f"{skipped} anchors belong to earlier files and were not checked")
+        say(f"{skipped} anchors belong to earlier files and were not checked")
     if not anchors:
-        print("no anchor was given, so lines cut off at the end, or a fully rewritten log, would not be detected")
-    print(f"anchor now: {head}")
+        say("no anchor was given, so lines cut off at the end, or a fully rewritten log, would not be detected")
+    say(f"anchor now: {head}")
     return int(damaged > 0 or (bool(anchors) and not checkable))  # a forged start would leave no anchor to check
 
 
 def _rotate(args: argparse.Namespace) -> int:
     old, head = rotate_log(args.file, LogHead.parse(args.after) if args.after else None)
     kept = f"earlier lines are in {old}, so keep it" if old else "earlier lines are lost, and the log says so"
-    print(f"{args.file}: continues with line {head.lines - 1}; {kept}")
-    print(f"anchor now: {head}")
+    say(f"{args.file}: continues with line {head.lines - 1}; {kept}")
+    say(f"anchor now: {head}")
     return 0
 
 
@@ -157,7 +158,10 @@ def _anchor(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     for line in audit_log.read_log(args.file):
-        print(json.dumps(line, sort_keys=True) if args.json else _words(line))
+        if args.json:
+            print(json.dumps(line, sort_keys=True))
+        else:
+            say(_words(line), hang=6)
     return 0
 
 
@@ -166,9 +170,9 @@ def _policies(args: argparse.Namespace) -> int:
     if not found:
         raise ConfigError(f"{args.file}: expected a site's log, whose lines name its policy, found none; name another")
     for used in found:
-        print(f"{used.digest[:_HASH]}...  {_time(used.first)} to {_time(used.last)}, {used.decisions} decisions")
-        print(f"  runs: {', '.join(sanitize(run, 80) for run in used.runs) or 'none'}")
-        print(f"  copy: {used.copy or 'none in this state folder'}")
+        say(f"{used.digest[:_HASH]}...  {_time(used.first)} to {_time(used.last)}, {used.decisions} decisions")
+        say(f"  runs: {', '.join(sanitize(run, 80) for run in used.runs) or 'none'}")
+        say(f"  copy: {used.copy or 'none in this state folder'}")
     return 0
 
 
@@ -177,11 +181,11 @@ def _compare(args: argparse.Namespace) -> int:
     common = count_common_plans(*logs)
     found = find_conflicts([*logs[0], *logs[1]])
     for conflict in found:
-        print(conflict)
+        say(conflict)
     damaged = {file: audit_log.count_damaged(audit_log.list_log_files(file)) for file in (args.file, args.other)}
     for file, count in damaged.items():
         if count:
-            print(f"{file}: {count} lines are damaged and were not compared")
+            say(f"{file}: {count} lines are damaged and were not compared")
     if found or any(damaged.values()):
         return 1
     if not common:
@@ -189,7 +193,7 @@ def _compare(args: argparse.Namespace) -> int:
             f"{args.file} and {args.other}: expected secure-aggregation rounds that both sites took part in, found "
             "none; name the logs of two sites from one run"
         )
-    print(f"{common} secure-aggregation attempts are in both logs: each has one plan, and one list of sites in its sum")
+    say(f"{common} secure-aggregation attempts are in both logs: each has one plan, and one list of sites in its sum")
     return 0
 
 
@@ -212,14 +216,14 @@ def _check(args: argparse.Namespace) -> int:
     evidence.require_signer(args.key)
     claims = evidence.claims
     message = "an instruction to" if isinstance(claims, InstructionClaims) else "a reply of"
-    print(
+    say(
         f"{args.file}: the holder of the key {args.key[:16]}... signed {message} site {sanitize(claims.site, 80)}: run "
         f"{sanitize(claims.run, 80)}, round {claims.round + 1}, attempt {claims.attempt + 1}, federation "
         f"{sanitize(claims.federation, 40)}"
     )
     for name, value in sorted(claims.as_evidence().items()):
-        print(f"  {name} = {sanitize(value, 200)}")
-    print("it does not show that the message arrived or counted")
+        say(f"  {name} = {sanitize(value, 200)}")
+    say("it does not show that the message arrived or counted")
     return 0
 
 

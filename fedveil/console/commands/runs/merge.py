@@ -13,6 +13,7 @@ import shlex
 from pathlib import Path
 
 from fedveil.console.runs.run_reader import config_of
+from fedveil.console.terminal import say
 from fedveil.errors import ConfigError
 from fedveil.records import atomic_files
 
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
             cards.write_card(folder, card)
     print(args.out)
     if card is None:
-        print(
+        say(
             "there is no privacy card, because the run has none; "
             f"fedveil card make {shlex.quote(str(args.folder))} writes one"
         )

@@ -22,7 +22,7 @@ from fedveil.config import RunConfig, RunSection, parse
 from fedveil.console.flower.flwr_cli import FlowerCli, ServerUnreachableError
 from fedveil.console.run_config_args import parse_overrides
 from fedveil.console.runs.run_follower import RunFollower
-from fedveil.console.terminal import make_console
+from fedveil.console.terminal import make_console, say
 from fedveil.errors import ConfigError, StateError
 
 _RESUME_SECONDS, _RESTART_SECONDS = 15.0, 300.0
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         number = flower.submit(args.app, settings)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"the run may have been submitted; list runs with: {flower.by_hand('ls')}") from None
-    print(f"run {number}: submitted", flush=True)
+    say(f"run {number}: submitted", flush=True)
     folder = Path(config.dir).expanduser() / (config.name or f"run-{number}")
     # fedveil server start runs apps in the federation's folder; a container runs them in /, like this command.
     follower = RunFollower(make_console(), number, [folder, args.federation / folder], flower)
@@ -140,7 +140,7 @@ def _warn_of_privacy(config: RunConfig, is_method_here: bool) -> None:
     else:
         claim = DpSgdConfig.from_config(config.dp)
     for warning in privacy_warnings(claim, [config.task.examples_per_site]):
-        print(f"warning: {warning}", file=sys.stderr)
+        say(f"warning: {warning}", file=sys.stderr)
 
 
 def _require_new(federation: Path, run: RunSection) -> None:

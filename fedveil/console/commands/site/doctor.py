@@ -2,7 +2,7 @@
 
 It checks certificates, keys, the server's instruction keys, clock, ports, versions, GPU, CPUs, other users, disk, data,
 policy, roster, the server program and its health, and changes nothing. A line with a problem says what to do next. The
-exit code is 1 if a check fails.
+last line counts the results. The exit code is 1 if a check fails.
 
 With `--set task.data=FOLDER`, task.evaluation or task.server-data, it checks that a run's examples exist, counts rows
 that are empty, truncated or refused, and shows three examples as they will be trained, only on this screen. With
@@ -12,6 +12,7 @@ that are empty, truncated or refused, and shows three examples as they will be t
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from typing import Any
 from fedveil.console.doctor import checks, host_checks
 from fedveil.console.doctor.checks import CheckResult
 from fedveil.console.run_config_args import parse_overrides
+from fedveil.console.terminal import Verdict, say
 from fedveil.errors import ConfigError
 from fedveil.records import audit_log
 from fedveil.sanitize import sanitize
@@ -119,11 +121,17 @@ def run(args: argparse.Namespace) -> int:
     if "task.model" in config:
         results.append(checks.run_check("memory", lambda: _planned(args, config, counted, longest, plan)))
     for finding in results:
-        print(f"{finding.verdict:<5} {finding.name:<22} {sanitize(finding.text)}")
+        line = f"{finding.verdict:<5} {finding.name:<22} {sanitize(finding.text)}"
+        say(line, hang=29, mark=finding.verdict, verdict=finding.verdict)
     for line in lines:
-        print(sanitize(line, 4000))
+        say(sanitize(line, 4000))
     for line in plan:
-        print(sanitize(line, 1000))
+        say(sanitize(line, 1000))
+    counts = Counter(finding.verdict for finding in results)
+    worst: Verdict = "fail" if counts["fail"] else "warn" if counts["warn"] else "ok"
+    words = f"{len(results)} checks: {counts['ok']} ok, {counts['warn']} warn, {counts['fail']} fail"
+    if len(results) > 1:  # a container's health check is one
+        say(words, mark=f"{counts[worst]} {worst}", verdict=worst)
     return int(any(finding.verdict == "fail" for finding in results))
 
 

@@ -21,6 +21,7 @@ from fedveil.console.run_config_args import parse_overrides
 from fedveil.console.runs.sampling_plan import plan_sampling
 from fedveil.console.runs.secagg_preview import MaskedUploadPreview
 from fedveil.console.runs.site_requirements import site_requirements
+from fedveil.console.terminal import say
 from fedveil.contract import held_out_report, row_counts
 from fedveil.contract.layout import Direction
 from fedveil.contract.method import TRAINING_FIELDS
@@ -84,17 +85,17 @@ def run(args: argparse.Namespace) -> int:
         return 0
     optimizers.check_optimizer(method, config)
     policy = None if args.policy is None else read_policy(args.policy)
-    print(f"Reading {sanitize(config.task.model)} to find its trained tensors", file=sys.stderr, flush=True)
+    say(f"Reading {sanitize(config.task.model)} to find its trained tensors", file=sys.stderr, flush=True)
     task = tasks.load_task(config, method.adapter, "cpu")
     exchange = MessageExchange(method, config.method.name, task.spec)
     masked = MaskedUploadPreview.from_exchange(exchange, config, args.sites) if config.secure.enabled else None
     claim = guarantee_of(method, config)
     _require_own_delta(args.delta, claim)
     lines = [*explain_run(exchange, config, masked, policy, args.examples), *_scores(config, policy)]
-    print("\n".join(sanitize(line, 4000) for line in lines))
+    say("\n".join(sanitize(line, 4000) for line in lines))
     known = [args.examples or (policy.min_examples if policy and policy.min_examples else 0)]
     for warning in [*privacy_warnings(claim, known), *(privacy_limits_warnings(policy) if policy else [])]:
-        print(f"Warning: {sanitize(warning, 1000)}.")
+        say(f"Warning: {sanitize(warning, 1000)}.")
     if policy is None:
         return 0
     largest = masked.bytes if masked else exchange.largest("up")
@@ -102,11 +103,11 @@ def run(args: argparse.Namespace) -> int:
     if policy.app_digests is not None or policy.signers is not None or config.task.module:
         bundle = verify_bundle(args.app, config)
     if refusals := list_run_refusals(args.policy, bundle, exchange, config, largest):
-        print(f"\nThis site's policy FORBIDS it: {sanitize(refusals[0], 2000)}")
+        say(f"\nThis site's policy FORBIDS it: {sanitize(refusals[0], 2000)}")
         for further in refusals[1:]:
-            print(f"and: {sanitize(further, 2000)}")
+            say(f"and: {sanitize(further, 2000)}")
         return 1
-    print(f"\nThis site's policy permits it: {args.policy}")
+    say(f"\nThis site's policy permits it: {args.policy}")
     return 0
 
 

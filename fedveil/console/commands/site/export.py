@@ -21,6 +21,7 @@ from fedveil.config import RunConfig
 from fedveil.console.runs import final_model
 from fedveil.console.runs.retained_state import run_folders
 from fedveil.console.runs.site_notes import read_site_note
+from fedveil.console.terminal import say
 from fedveil.contract.method import FederatedState
 from fedveil.contract.param_spec import Spec, Weights
 from fedveil.encrypted_files import FileSeal
@@ -78,10 +79,8 @@ def run(args: argparse.Namespace) -> int:
     audit_log.append_entry(
         state_dir / audit_log.NAME, "exported", {"run": store.folder.parent.name, "file": str(args.out.absolute())}
     )
-    print(
-        f"{args.out}: {args.site}'s model; it contains the site's private part, so protect it like the site's examples"
-    )
-    print("it has no privacy card, because the card in the run's final/ covers only the shared model")
+    say(f"{args.out}: {args.site}'s model; it contains the site's private part, so protect it like the site's examples")
+    say("it has no privacy card, because the card in the run's final/ covers only the shared model")
     return 0
 
 

@@ -24,6 +24,7 @@ from fedveil import strategies
 from fedveil.config import RunConfig, parse, parse_toml
 from fedveil.console.run_config_args import parse_overrides
 from fedveil.console.runs.sampling_plan import plan_sampling
+from fedveil.console.terminal import say
 from fedveil.contract.method import Method
 from fedveil.contract.privacy import Adjacency, PrivacyGuarantee, SamplingPlan, check_epsilon, stated_guarantee
 from fedveil.errors import ConfigError
@@ -304,7 +305,7 @@ def _finite(epsilon: float | None) -> float:
 
 def _warn(sentences: list[str]) -> None:
     for sentence in sentences:
-        print(f"warning: {sentence}", file=sys.stderr)
+        say(f"warning: {sentence}", file=sys.stderr)
 
 
 def _rounded_up(value: float) -> float:

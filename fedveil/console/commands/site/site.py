@@ -27,7 +27,7 @@ from fedveil.console.runs.retained_state import list_retained, offer_purge, purg
 from fedveil.console.runs.secagg_summary import secagg_of_site
 from fedveil.console.runs.site_permissions import read_permissions
 from fedveil.console.runs.workers import describe_worker, follow_worker, last_failures, list_workers
-from fedveil.console.terminal import ask_to_delete, make_console
+from fedveil.console.terminal import ask_to_delete, make_console, say
 from fedveil.encrypted_files import FileSeal, make_key
 from fedveil.errors import ConfigError
 from fedveil.federation.message_signatures.key_files import INSTRUCTION_KEYS, InstructionKeys
@@ -213,7 +213,7 @@ def _in_own_folder(action: Callable[[argparse.Namespace], int]) -> Callable[[arg
 def _warm(args: argparse.Namespace) -> int:
     site = parse_site({"site": args.name, "state-dir": str(args.state_dir)})
     card = start_spare(site, args.owner, os.environ)
-    print(f"worker {card.pid} is warm, for site {args.name} under process {args.owner}")
+    say(f"worker {card.pid} is warm, for site {args.name} under process {args.owner}")
     return 0
 
 
@@ -234,18 +234,18 @@ def _init(args: argparse.Namespace) -> int:
     words = sys.stderr if args.print else sys.stdout
     if args.print:
         print(request.read_text())
-    print(
+    say(
         f"site {sanitize(about['site'], 80)} of {sanitize(about['federation'], 80)}: keys created; they stay here",
         file=words,
     )
     if keys:
-        print(
+        say(
             "compare this fingerprint of the server's instruction keys with the operator's, by phone: "
             f"{keys_fingerprint(keys.federation, keys.keys)}",
             file=words,
         )
     what = request.name if args.print else request  # containers print it, because their files are hard to reach
-    print(f"send {what} to the operator, and read this fingerprint to them by phone: {fingerprint}", file=words)
+    say(f"send {what} to the operator, and read this fingerprint to them by phone: {fingerprint}", file=words)
     return 0
 
 
@@ -259,7 +259,7 @@ def _trust(args: argparse.Namespace) -> int:
             "another federation's keys come in its own kit"
         )
     for title, keys in (("pinned now", old.keys if old else ()), ("in the file", new.keys)):
-        print(f"{title}: {', '.join(enrollment.short_key(key) for key in keys) or 'no keys'}")
+        say(f"{title}: {', '.join(enrollment.short_key(key) for key in keys) or 'no keys'}")
     fingerprint = keys_fingerprint(new.federation, new.keys)
     if args.fingerprint != fingerprint:
         raise ConfigError(
@@ -269,11 +269,11 @@ def _trust(args: argparse.Namespace) -> int:
         )
     write_atomic(file, new.to_toml().encode())
     file.chmod(0o644)  # public, and read by another user in containers
-    print(f"{file}: starting with its next message, the site accepts only instructions signed with these keys")
-    print("in containers, a restart is needed first: docker compose restart clientapp")
+    say(f"{file}: starting with its next message, the site accepts only instructions signed with these keys")
+    say("in containers, a restart is needed first: docker compose restart clientapp")
     for name in (kit_reader.NODE_CONFIG, "containers.toml"):
         if (args.kit / name).is_file() and not kit_reader.names_instruction_keys(args.kit / name):
-            print(f"{args.kit / name} does not name this file, so nothing is verified: take {name} from the new kit")
+            say(f"{args.kit / name} does not name this file, so nothing is verified: take {name} from the new kit")
     return 0
 
 
@@ -287,14 +287,12 @@ def _pinned(file: Path) -> InstructionKeys | None:
 
 def _guard(args: argparse.Namespace) -> int:
     guard = write_programs(args.bin, args.own_ports)
-    print(f'{guard}: set PATH="{args.bin}:$PATH" for the SuperExec; without a policy it refuses every run')
+    say(f'{guard}: set PATH="{args.bin}:$PATH" for the SuperExec; without a policy it refuses every run')
     return 0
 
 
 def _key(args: argparse.Namespace) -> int:
-    print(
-        f"{args.file}: key {make_key(args.file).id}. Keep a copy elsewhere: without it, encrypted files cannot be read"
-    )
+    say(f"{args.file}: key {make_key(args.file).id}. Keep a copy elsewhere: without it, encrypted files cannot be read")
     return 0
 
 
@@ -305,7 +303,7 @@ def _seal(args: argparse.Namespace) -> int:
         )
     new = FileSeal.from_key_file(args.key_file)
     written = re_encrypt.re_encrypt_files(args.state_dir, FileSeal.from_key_file(args.old_key_file), new)
-    print(f"{len(written)} files {f'encrypted with key {new.id}' if new.id else 'decrypted'}")
+    say(f"{len(written)} files {f'encrypted with key {new.id}' if new.id else 'decrypted'}")
     return 0
 
 
@@ -332,22 +330,22 @@ def _status(args: argparse.Namespace) -> int:
         return 0
     workers = list_workers(args.state_dir)
     for name, said in last_heartbeat.describe_sites(args.state_dir).items():
-        print(f"site {sanitize(name, 80)}: {said}")
-    print(read_permissions(args.state_dir, args.policy).words)
+        say(f"site {sanitize(name, 80)}: {said}")
+    say(read_permissions(args.state_dir, args.policy).words)
     for run in [run for run in list_retained(args.state_dir) if run.bytes]:
-        print(purge_line(run))
+        say(purge_line(run))
         for words in secagg_of_site(args.state_dir, run, args.policy, args.key_file):
-            print(f"  {words}")
+            say(f"  {words}")
     for words in ledger_lines(args.state_dir, args.policy, args.key_file):
-        print(words)
+        say(words)
     for words in unit_actions.withdrawn_lines(args.state_dir, args.key_file):
-        print(words)
+        say(words)
     for failure in last_failures(args.state_dir):
-        print(failure)
+        say(failure)
     if sets := list_cached_datasets(args.state_dir):
-        print(f"prepared examples: {sum(of.bytes for of in sets):,} bytes in {len(sets)} data sets")
+        say(f"prepared examples: {sum(of.bytes for of in sets):,} bytes in {len(sets)} data sets")
     if not workers:
-        print(f"no worker in {args.state_dir.expanduser()}: the site is not running, or its worker stopped when idle")
+        say(f"no worker in {args.state_dir.expanduser()}: the site is not running, or its worker stopped when idle")
         return 1
     for worker in workers:
         console.print(describe_worker(worker), soft_wrap=True)

@@ -32,12 +32,12 @@ _MUST: dict[str, tuple[str, ...]] = {
 }
 
 
-def findings_html(run: Path) -> Html | None:
-    """Return the findings about the run in folder `run`; None if it was not audited."""
+def findings_html(run: Path, with_verdict: bool = True) -> Html | None:
+    """Return the findings about the run in folder `run`, the verdict first; None if it was not audited."""
     audit = AuditReport.read(run)
     if audit is None:
         return None
-    parts: list[object] = [html_tag("p", verdict.audit_verdict(audit.findings), "verdict")]
+    parts: list[object] = [html_tag("p", verdict.audit_verdict(audit.findings), "verdict")] * with_verdict
     if plot := forest_plot.forest_svg(audit.findings, run.name):
         caption = html_tag("figcaption", forest_plot.forest_caption(audit.findings))
         parts.append(html_tag("figure", join_markup([Html(plot), caption]), "forest"))

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from fedveil.console.runs import disclosure, per_site
 from fedveil.console.runs.run_reader import RunView
-from fedveil.console.runs.summary import protected_method
 from fedveil.console.web.report.html import (
     FormattedNumber,
     Html,
@@ -55,7 +54,7 @@ def learned_section(run: RunView) -> Html:
     if words := disclosure.scalar_names(run)["up"]:
         items.append(f"Uploads also carried: {', '.join(words)}.")
     empty = html_tag("p", "No messages were exchanged.", "note")
-    return join_markup([html_tag("h3", section_heading(run)), html_list(items) if items else empty])
+    return html_list(items) if items else empty
 
 
 def _held(run: RunView, kind: disclosure.DisclosureKind) -> str:
@@ -78,7 +77,7 @@ def ledger_section(run: RunView) -> Html:
     """Return all kinds of messages with direction, tensors and bytes; the individual fields are collapsed."""
     kinds = disclosure.message_kinds(run)
     if not kinds:
-        return join_markup([html_tag("h3", section_heading(run)), html_tag("p", "No messages were exchanged.", "note")])
+        return html_tag("p", "No messages were exchanged.", "note")
     rows, folds = [], []
     for kind in kinds:
         about = disclosure.describe_fields(kind.fields)
@@ -99,13 +98,7 @@ def ledger_section(run: RunView) -> Html:
         if rest := run.unlisted(direction):
             rows.append([way, disclosure.unlisted_messages(run, direction), *[None] * 7, rest])
     head = ["direction", "variant", "codec", "tensors", "entries", "messages", "payload bytes", "overhead bytes"]
-    parts = [
-        html_tag("h3", section_heading(run)),
-        html_table([*head, "overhead", "total bytes"], rows),
-        _by_site(run, kinds),
-        *folds,
-    ]
-    return join_markup(parts)
+    return join_markup([html_table([*head, "overhead", "total bytes"], rows), _by_site(run, kinds), *folds])
 
 
 def _by_site(run: RunView, found: Sequence[disclosure.DisclosureKind]) -> Html:
@@ -150,15 +143,7 @@ def sites_section(run: RunView) -> Html:
         rows.append([s.name, s.accepted, s.unsigned, s.asked, *report_values, s.up, s.down, why])
     unsigned = [html_tag("p", UNSIGNED_NOTE, "note")] if any(s.unsigned for s in records) else []
     notes = [_not_by_site(run, records), *unsigned, *([] if run.unseen else [html_tag("p", LOSSES_NOTE, "note")])]
-    return join_markup(
-        [
-            html_tag("h3", section_heading(run)),
-            last_attempt(run),
-            html_table(head, rows),
-            *notes,
-            held_out(run, records),
-        ]
-    )
+    return join_markup([last_attempt(run), html_table(head, rows), *notes, held_out(run, records)])
 
 
 def last_attempt(run: RunView) -> Html:
@@ -195,9 +180,3 @@ def held_out(run: RunView, records: Sequence[per_site.SiteRecord]) -> Html:
     ][-1:]
     head = ["site", "received in round", "loss on held-out examples", "examples", "reason for no score"]
     return join_markup([html_table(head, rows), html_tag("p", f"{''.join(last)}{HELD_OUT_NOTE}", "note")])
-
-
-def section_heading(run: RunView) -> str:
-    """Return a run's name with its method and protections, as a section heading."""
-    method = protected_method(run)
-    return run.name if run.name == method else f"{run.name} ({method})"

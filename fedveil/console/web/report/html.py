@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from html import escape
+from typing import TypeGuard
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -42,13 +44,20 @@ figure { margin: 0; } figure svg { width: 100%; height: auto; } .figures figure,
 .wait { border-left: 4px solid var(--line); background: var(--soft); padding: .6rem .9rem; }
 .alert { border-left: 4px solid var(--bad); background: var(--soft); padding: .6rem .9rem; margin: .8rem 0; }
 details { margin: .5rem 0; } summary { cursor: pointer; padding: .2rem 0; }
+.contents ul { display: flex; flex-wrap: wrap; gap: .1rem 1.1rem; list-style: none; padding: 0; max-width: none; }
+.contents a { display: inline-block; padding: .2rem 0; }
+.keys { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); gap: .8rem; }
+.key { border: 1px solid var(--line); border-radius: .5rem; padding: .5rem .8rem; } .key p { margin: 0; }
+.key dl { display: grid; grid-template-columns: 1fr 1fr; gap: .2rem .8rem; margin: .3rem 0 0; }
+.key dt { color: var(--mute); font-size: .82rem; } .key dd { margin: 0; font-size: 1.12rem; font-weight: 600;
+  font-variant-numeric: tabular-nums; overflow-wrap: anywhere; } .key dd small { font-weight: 400; display: block; }
 code, pre { font: .86rem/1.5 ui-monospace, Menlo, Consolas, monospace; }
 td code { overflow-wrap: anywhere; } ul { padding-left: 1.2rem; max-width: 60rem; } li { margin: .25rem 0; }
 @media (max-width: 40rem) { /* a row is a card, with each cell after its column name */
   .wide { background: none; }
   .wide thead { position: absolute; clip-path: inset(50%); width: 1px; height: 1px; overflow: hidden; }
   .wide :is(table, caption, thead, tbody, tr) { display: block; } .wide td { white-space: normal; text-align: left;
-    display: flow-root; padding: .25rem .5rem .25rem 9.2rem; border: 0; min-height: 1.6rem; overflow-wrap: anywhere; }
+    display: flow-root; padding: .12rem .5rem .12rem 9.2rem; border: 0; min-height: 1.4rem; overflow-wrap: anywhere; }
   .wide tr { border: 1px solid var(--line); border-radius: .5rem; margin: .6rem 0; padding: .3rem 0; }
   .wide td::before { content: attr(data-label); float: left; margin-left: -8.6rem; width: 8.2rem; color: var(--mute);
     font-size: .85rem; } .wide td:empty { display: none; }
@@ -106,6 +115,9 @@ def html_table(head: Sequence[str], rows: Sequence[Sequence[object]], caption: s
         for i in range(len(head))
     ]
     kinds = ["n" if is_numeric else "" for is_numeric in numeric]
+    columns = [equal_decimals([row[i] for row in rows]) if numeric[i] else None for i in range(len(head))]
+    rows = [[row[i] if column is None else column[number] for i, column in enumerate(columns)]
+            for number, row in enumerate(rows)]  # fmt: skip
     top = join_markup(_column(title, kind) for title, kind in zip(head, kinds, strict=True))
     labels = [f' data-label="{escape_text(title)}"' for title in head]
     body = join_markup(
@@ -128,6 +140,25 @@ def _cell(content: object, kind: str, label: str) -> Html:
 def _column(title: str, kind: str) -> Html:
     attribute = f' class="{kind}"' if kind else ""
     return Html(f'<th scope="col"{attribute}>{escape_text(title)}</th>')
+
+
+def equal_decimals(values: Sequence[object]) -> list[object]:
+    """Return the numbers of a column with equally many decimals, if any is a fraction; other values stay as they are.
+
+    The smallest number gets four significant digits, and at most four decimals.
+    """
+    numbers = [value for value in values if _is_number(value)]
+    sizes = [abs(value) for value in numbers if math.isfinite(value) and value]
+    if not any(isinstance(value, float) for value in numbers) or not sizes:
+        return list(values)
+    if min(sizes) < 5e-5:  # it would look like zero
+        return list(values)
+    decimals = 0 if max(sizes) >= 1000 else min(4, max(0, 3 - math.floor(math.log10(min(sizes)))))
+    return [FormattedNumber(f"{value:,.{decimals}f}") if _is_number(value) else value for value in values]
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def html_list(items: Iterable[object]) -> Html:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from fedveil.console.run_config_args import flatten_config
@@ -18,7 +19,7 @@ from fedveil.console.runs.summary import (
     run_label,
     upload_ratio,
 )
-from fedveil.console.web.report import audit_section, disclosure_section, tradeoff, tradeoff_plot
+from fedveil.console.web.report import audit_section, disclosure_section, key_figures, tradeoff, tradeoff_plot
 from fedveil.console.web.report import html as page
 from fedveil.console.web.report.html import Html, html_details, html_list, html_table, html_tag, join_markup
 from fedveil.console.web.report.line_chart import ChartCurve, curves_svg
@@ -64,9 +65,18 @@ def _named(runs: Sequence[RunView]) -> str:
     return " / ".join(run.name for run in runs)
 
 
+@dataclass(frozen=True)
+class ReportSection:
+    """A section of the page: the anchor of its heading, the heading, and its content."""
+
+    anchor: str
+    title: str
+    content: Html
+
+
 def run_page_body(runs: Sequence[RunView], missing: Mapping[str, str] | None = None) -> Html:
-    """Return the page's content without its frame."""
-    gained = _gained(runs)
+    """Return the page's content without its frame. With several runs, what is about one of them is folded."""
+    gained, sections = _gained(runs), _sections(runs, missing or {})
     lead = f"{_named(runs)}. {_lead(runs)}" if gained else _lead(runs)
     parts: list[object] = [html_tag("h1", _HEADLINE if gained else _title(runs)), html_tag("p", lead, "lead")]
     parts += [_alert(run) for run in runs if run.status.get("state") != "completed"]
@@ -74,24 +84,49 @@ def run_page_body(runs: Sequence[RunView], missing: Mapping[str, str] | None = N
     parts += [html_tag("p", _resumed(run, row), "note") for run in runs for row in run.resumes]
     parts += [html_tag("p", _chosen(run), "note") for run in runs if run.of_round]
     parts += [html_tag("p", f"{run.name}: {same}.", "note") for run in runs if (same := is_unchanged(run))]
-    parts += [gained, html_tag("h2", "Summary"), _summary(runs), _figures(runs), *_texts(runs)]
-    parts += [html_tag("h2", "What each side learned"), *map(disclosure_section.learned_section, runs)]
-    parts += [html_tag("p", disclosure.SYMBOLS, "note")]
-    parts += [
-        html_tag("h2", "Differential privacy"),
-        html_tag("p", PRIVACY_NOTE, "note"),
-        *(_privacy(run) for run in runs),
-    ]
-    parts += _unseen(runs)
-    parts += _findings(runs)
-    parts += [
-        html_tag("h2", "Disclosure ledger"),
-        html_tag("p", disclosure_section.LEDGER_NOTE, "note"),
-        *(disclosure_section.ledger_section(run) for run in runs),
-    ]
-    parts += [html_tag("h2", "Sites"), *map(disclosure_section.sites_section, runs), _missing(missing or {})]
-    parts += [html_tag("h2", "Configuration and environment"), _config(runs), _environment(runs)]
+    parts += [key_figures.key_figures(runs), _contents(sections), gained]
+    for section in sections:
+        parts += [Html(f'<h2 id="{section.anchor}">{page.escape_text(section.title)}</h2>'), section.content]
     return join_markup(parts, "\n")
+
+
+def _sections(runs: Sequence[RunView], missing: Mapping[str, str]) -> list[ReportSection]:
+    """Return the page's sections in order, without those that have nothing to say."""
+    every = list[tuple[str, Html]]()
+    curves = _figures(runs) if len(runs) == 1 else html_details("Curves of loss and bytes", _figures(runs))
+    every += [("Summary", join_markup([_summary(runs), curves])), ("Sample texts", _texts(runs))]
+    learned = _by_run(runs, disclosure_section.learned_section)
+    every.append(("What each side learned", join_markup([learned, html_tag("p", disclosure.SYMBOLS, "note")])))
+    privacy = _by_run(runs, lambda run: html_list(privacy_statements.privacy_statements(run)))
+    every.append(("Differential privacy", join_markup([html_tag("p", PRIVACY_NOTE, "note"), privacy])))
+    every += [("Secure aggregation", _unseen(runs)), ("What attacks found", _findings(runs))]
+    ledger = _by_run(runs, disclosure_section.ledger_section)
+    every.append(("Disclosure ledger", join_markup([ledger, _about(disclosure_section.LEDGER_NOTE)])))
+    sites = _by_run(runs, disclosure_section.sites_section)
+    every.append(("Sites", join_markup([sites, _missing(missing)])))
+    every.append(("Configuration and environment", join_markup([_config(runs), _environment(runs)])))
+    return [
+        ReportSection(f"report-{title.lower().replace(' ', '-')}", title, content)
+        for title, content in every
+        if content
+    ]
+
+
+def _contents(sections: Sequence[ReportSection]) -> Html:
+    links = (Html(f'<a href="#{each.anchor}">{page.escape_text(each.title)}</a>') for each in sections)
+    return Html(f'<nav class="contents" aria-label="Contents">{html_list(links)}</nav>')
+
+
+def _about(text: str) -> Html:
+    """Return the folded explanation of a section's figures."""
+    return html_details("About these figures", html_tag("p", text, "note"))
+
+
+def _by_run(runs: Sequence[RunView], part: Callable[[RunView], Html]) -> Html:
+    """Return the part of the only run, or each run's part, folded under its name."""
+    if len(runs) == 1:
+        return part(runs[0])
+    return join_markup(html_details(run.name, part(run)) for run in runs)
 
 
 def _lead(runs: Sequence[RunView]) -> str:
@@ -111,28 +146,20 @@ def _gained(runs: Sequence[RunView]) -> Html:
         return Html("")
     figure = join_markup([Html(picture), html_tag("figcaption", tradeoff_plot.tradeoff_caption(arms))])
     answer, *rest = *tradeoff.tradeoff_verdict(arms), ""
-    return join_markup(
-        [html_tag("p", answer, "verdict"), html_tag("figure", figure, "forest"), html_list(filter(None, rest))]
-    )
+    details = html_details("Each site's figure, and what the figures do not show", html_list(filter(None, rest)))
+    return join_markup([html_tag("p", answer, "verdict"), html_tag("figure", figure, "forest"), details])
 
 
-def _texts(runs: Sequence[RunView]) -> list[Html]:
-    """Return the models' sample texts before and after training, if any; only the first run's texts are expanded."""
+def _texts(runs: Sequence[RunView]) -> Html:
+    """Return the models' sample texts before and after training, if any."""
     head = ["prompt (a test example)", "before round 1", "after the last round", "reference text"]
-    samples = [(run, sample_texts.read_samples(run.folder)) for run in runs]
-    tables = [
-        (run, html_tag("div", html_table(head, [[s.prompt, s.before, s.after, s.wanted] for s in texts]), "texts"))
-        for run, texts in samples
-        if texts
-    ]
-    open_ = [
-        join_markup([html_tag("h3", f"Texts: {disclosure_section.section_heading(run)}"), table])
-        for run, table in tables[:1]
-    ]
-    return [
-        *open_,
-        *(html_details(f"Texts: {disclosure_section.section_heading(run)}", table) for run, table in tables[1:]),
-    ]
+    samples = {run.name: sample_texts.read_samples(run.folder) for run in runs}
+
+    def table(run: RunView) -> Html:
+        rows = [[text.prompt, text.before, text.after, text.wanted] for text in samples[run.name]]
+        return html_tag("div", html_table(head, rows), "texts")
+
+    return _by_run([run for run in runs if samples[run.name]], table) if any(samples.values()) else Html("")
 
 
 def _alert(run: RunView) -> Html:
@@ -206,7 +233,7 @@ def _summary(runs: Sequence[RunView]) -> Html:
         [
             *([html_tag("p", unlike, "alert")] if unlike else []),
             html_table(head, rows),
-            html_tag("p", SUMMARY_NOTE + named, "note"),
+            _about(SUMMARY_NOTE + named),
         ]
     )
 
@@ -243,13 +270,7 @@ def _figures(runs: Sequence[RunView]) -> Html:
     )
 
 
-def _privacy(run: RunView) -> Html:
-    return join_markup(
-        [html_tag("h3", disclosure_section.section_heading(run)), html_list(privacy_statements.privacy_statements(run))]
-    )
-
-
-def _unseen(runs: Sequence[RunView]) -> list[object]:
+def _unseen(runs: Sequence[RunView]) -> Html:
     secure_runs = [run for run in runs if run.unseen]
     head = [
         "round",
@@ -260,42 +281,43 @@ def _unseen(runs: Sequence[RunView]) -> list[object]:
         "did not agree or sent no shares",
         "reason for no sum",
     ]
-    parts = [
-        join_markup(
-            [
-                html_tag("h3", disclosure_section.section_heading(run)),
-                html_list(secagg_summary.secagg_claims(run)),
-                html_table(head, secagg_summary.attempt_rows(run)),
-            ]
+
+    def part(run: RunView) -> Html:
+        claims = html_list(secagg_summary.secagg_claims(run))
+        return join_markup([claims, html_table(head, secagg_summary.attempt_rows(run))])
+
+    if not secure_runs:
+        return Html("")
+    parts = (part(secure_runs[0]),) if len(runs) == 1 else (html_details(run.name, part(run)) for run in secure_runs)
+    return join_markup([html_tag("p", secagg_summary.NOT_SEEN, "note"), *parts])
+
+
+def _findings(runs: Sequence[RunView]) -> Html:
+    """Return each run's verdict, and its findings, which are folded if there are several runs."""
+    is_single, parts, has_audit = len(runs) == 1, list[object](), False
+    for run in runs:
+        findings = audit_section.findings_html(run.folder, with_verdict=is_single)
+        has_audit |= findings is not None
+        words = audit_section.findings_in_words(run.folder)
+        parts += (
+            [] if is_single else [html_tag("p", join_markup([html_tag("b", run.name), f": {words}"]))] * bool(words)
         )
-        for run in secure_runs
-    ]
-    return (
-        [html_tag("h2", "Secure aggregation"), html_tag("p", secagg_summary.NOT_SEEN, "note"), *parts]
-        if secure_runs
-        else []
-    )
+        if findings is None:
+            parts.append(_not_attacked(run, "" if is_single else f"{run.name}: "))
+        else:
+            parts.append(findings if is_single else html_details(f"{run.name}: findings and controls", findings))
+    return join_markup([*parts, _about(audit_section.NOTE) if has_audit else ""])
 
 
-def _findings(runs: Sequence[RunView]) -> list[object]:
-    run_sections = [(run, audit_section.findings_html(run.folder)) for run in runs]
-    note = [html_tag("p", audit_section.NOTE, "note")] if any(part is not None for _, part in run_sections) else []
-    parts = [
-        join_markup([
-            html_tag("h3", disclosure_section.section_heading(run)), _not_attacked(run) if part is None else part,
-        ])
-        for run, part in run_sections
-    ]  # fmt: skip
-    return [html_tag("h2", "What attacks found"), *note, *parts]
-
-
-def _not_attacked(run: RunView) -> Html:
+def _not_attacked(run: RunView, named: str) -> Html:
     """Return a note on how to audit the run, so that readers do not mistake a missing audit for a good result."""
     taps = run.config.get("config", {}).get("run.capture-messages")
     how = (
         html_tag("code", f"fedveil audit {run.folder}") if taps else "this needs a run with run.capture-messages = true"
     )
-    return html_tag("p", join_markup(["Not attacked, so what an attacker could learn is unknown: ", how, "."]), "wait")
+    return html_tag(
+        "p", join_markup([named, "Not attacked, so what an attacker could learn is unknown: ", how, "."]), "wait"
+    )
 
 
 def _missing(missing: Mapping[str, str]) -> Html:
@@ -324,9 +346,8 @@ def _config(runs: Sequence[RunView]) -> Html:
         if "method" in run.config
     )
     parts: list[object] = [html_tag("h3", "Method parameters"), html_list(fields)] if fields else []
-    parts += (
-        [html_tag("h3", "Where the runs differ"), html_table(head, different)] if different and len(runs) > 1 else []
-    )
+    if different and len(runs) > 1:
+        parts.append(html_details(f"Where the runs differ: {len(different)} keys", html_table(head, different)))
     return join_markup(
         [*parts, html_details(f"Same for every run: {len(same)} keys", html_table(["key", "value"], same))]
     )
@@ -336,7 +357,7 @@ def _environment(runs: Sequence[RunView]) -> Html:
     keys = [k for run in runs for k in run.config if k not in ("config", "method", "adapter")]
     head = ["", *(run.name for run in runs)]
     rows = [[key, *(_plain(run.config.get(key)) for run in runs)] for key in dict.fromkeys(keys)]
-    return join_markup([html_tag("h3", "Environment"), html_table(head, rows)]) if rows else Html("")
+    return html_details("Environment", html_table(head, rows)) if rows else Html("")
 
 
 def _field(name: str, value: object) -> str:

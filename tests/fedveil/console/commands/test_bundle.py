@@ -210,3 +210,20 @@ def write_wheel(folder: Path, text: str) -> None:
     with zipfile.ZipFile(folder / "tiny-1.0-py3-none-any.whl", "w") as wheel:
         for name, content in files.items():
             wheel.writestr(zipfile.ZipInfo(name), content)
+
+
+def test_each_step_of_a_new_bundle_is_said_on_standard_error(tmp_path, monkeypatch, capsys):
+    def call(self, name, command, env, seconds):
+        if name == "wheels":
+            folder = Path(command[command.index("--wheel-dir") + 1])
+            folder.mkdir(exist_ok=True)
+            (folder / WHEEL).write_bytes(b"wheel")
+
+    monkeypatch.setattr(offline_bundle.ProcessGroup, "call", call)
+    monkeypatch.setattr(offline_bundle.paths, "copy_checkout", lambda to, source: to)
+    assert main(["bundle", "make", str(tmp_path / "new"), "--image", "fedveil:1"]) == 0
+    output = capsys.readouterr()
+    assert [line.partition(" ")[0] for line in output.err.splitlines()] == ["1", "2", "3", "4", "computing"]
+    assert "1 of 4: collecting torch; this may take minutes" in output.err
+    assert "4 of 4: saving the image fedveil:1; this may take minutes" in output.err
+    assert "SHA-256" in output.out

@@ -28,9 +28,12 @@ from tests.fedveil.console.web.report.made import audited, found
     "setting,line",
     [
         ("method.params='rho = 1.5'", "error: method.params: rho: expected a probability from 0 to 1, found 1.5\n"),
-        ("method.params='roh = 0.5'", "error: method.params: roh: unknown field of fedrand; expected one of"),
-        ("trian.epochs=3", "error: trian: unknown key; expected a section of"),
-        ("train.epoch=3", "error: train.epoch: unknown key; expected one of"),
+        (
+            "method.params='roh = 0.5'",
+            "error: method.params: roh: unknown field of fedrand; did you mean rho?",
+        ),
+        ("trian.epochs=3", "error: trian: unknown key; did you mean train? expected a section of"),
+        ("train.epoch=3", "error: train.epoch: unknown key; did you mean train.epochs? expected one of"),
         ("task.model=/no/such", 'error: task.model: expected a folder with a model, found none at "/no/such"'),
         ("task.data=/no/such", 'expected a folder or file of rows, found none at "/no/such"'),
         ("task.evaluation=/no/such", 'expected a folder or file of rows, found none at "/no/such"'),
@@ -57,10 +60,10 @@ def test_a_bad_setting_is_refused_before_anything_is_started(setting, line, caps
 @pytest.mark.parametrize(
     "arguments,line",
     [
-        (["--methods", "fedrand+magic"], "error: --methods: expected names from"),
+        (["--methods", "fedrand+magic"], "error: --methods: found 'fedrand+magic'; expected names from"),
         (["--methods", "fedavg,fedrnd"], "found 'fedavg,fedrnd'; did you mean fedrand?"),
         (["--methods", "fedrand+secur"], "found 'fedrand+secur'; did you mean secure?"),
-        (["--methods", "fedrand,fedrand"], "each once, found 'fedrand,fedrand'"),
+        (["--methods", "fedrand,fedrand"], "found 'fedrand,fedrand'; expected"),
         (["--sites", "2"], "error: --sites: expected at least 3 for a method with +secure, found 2"),
     ],
 )

@@ -12,6 +12,7 @@ from fedveil.console.flower.flwr_cli import FlowerCli, ServerUnreachableError, w
 from fedveil.console.flower.processes import LaunchError
 from fedveil.console.main import main
 from fedveil.console.runs.run_follower import RunFollower
+from fedveil.console.runs.run_lookup import flower_run
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def test_the_run_goes_on_and_the_commands_are_said(pilot, monkeypatch, capsys, c
     home = f"'{pilot}/server/flower'"
     assert capsys.readouterr().err == (
         f"interrupted: the run continues; follow it with: fedveil watch 77 --flower-home {home}; "
-        f"stop it with: FLWR_HOME={home} flwr stop 77\n"
+        f"stop it with: fedveil stop 77 --flower-home {home}\n"
     )
 
 
@@ -121,7 +122,7 @@ def test_a_folder_alone_names_the_run_by_its_number(pilot, monkeypatch, capsys):
     monkeypatch.setattr("fedveil.console.runs.run_follower.RunProgress.tick", interrupted)
     assert main(["watch", str(made)]) == 130
     stderr = capsys.readouterr().err
-    assert f"fedveil watch '{made}'; stop it with: FLWR_HOME=PILOT/server/flower flwr stop 77\n" in stderr
+    assert f"fedveil watch '{made}'; stop it with: fedveil stop '{made}' --federation PILOT\n" in stderr
 
 
 def test_of_a_run_that_has_ended_nothing_goes_on(pilot, monkeypatch, capsys):
@@ -157,11 +158,12 @@ def test_a_number_finds_the_runs_folder_in_the_federation(pilot, monkeypatch, ca
 def test_what_a_run_folder_says_is_no_command_to_type(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    for text, number in (("77\n", "77"), ("77; rm -r ~", "NUMBER"), ("", "NUMBER"), ("9" * 999, "9" * 40)):
+    for text, number in (("77\n", "77"), ("77; rm -r ~", ""), ("", ""), ("9" * 999, "9" * 40)):
         (run / "flower-run").write_text(text)
         followed = RunFollower(Console(), "", [run], None)
         followed.folder = run
-        assert followed.by_hand().endswith(f"flwr stop {number}")
+        assert (flower_run(run), followed._number()) == (number, number)
+        assert followed.by_hand().endswith(f"; stop it with: fedveil stop {run} --federation PILOT")
 
 
 def test_the_command_that_resumes_a_run_has_the_federation_s_folder_where_that_is_known(tmp_path):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import itertools
+import json
 import re
 import sys
 
 import pytest
 
-from fedveil import strategies
+from fedveil import strategies, tasks
 from fedveil.console.commands.getting_started import methods
 from fedveil.console.main import main
 from fedveil.console.terminal import render_markdown
@@ -19,42 +21,91 @@ from tests.conftest import ROOT
 from tests.own_entry_points import write_distribution
 
 
-def cells(column: str) -> dict[str, str]:
-    table = methods._compared({})
-    columns = {str(each.header): list(each.cells) for each in table.columns}
-    return dict(zip(columns["method"], columns[column], strict=True))
+@pytest.fixture(scope="module")
+def facts() -> dict[str, methods.MethodFacts]:
+    return {name: methods.method_facts(name) for name in strategies.list_methods()}
 
 
-def test_every_method_says_what_the_server_learns():
-    learns = cells("the server learns")
-    assert set(learns) == set(strategies.list_methods())
-    assert "see its page" not in learns.values()
-    assert learns["fedavg"] == "each client's trained weights, in full"
+def test_every_method_says_what_the_server_learns(facts):
+    assert "see its page" not in {one.server_learns for one in facts.values()}
+    assert facts["fedavg"].server_learns == "each client's trained weights, in full"
 
 
-def test_bytes_are_of_the_largest_message_by_the_layout():
+def test_bytes_are_of_the_largest_message_by_the_layout(facts):
     """FedRand sends one factor: of the example's layers A has 5 + 7 + 3 of 29 columns, and B fewer."""
-    down, up = cells("down"), cells("up")
-    assert (down["fedavg"], up["fedavg"], down["fedrand"]) == ("100 %", "100 %", "100 %")
-    assert up["fedrand"] == "52 %"  # A's 5 + 7 + 3 of 29
-    assert up["random_binary"] == "varies"
+    assert (facts["fedavg"].down_percent, facts["fedavg"].up_percent, facts["fedrand"].down_percent) == (100, 100, 100)
+    assert facts["fedrand"].up_percent == 52  # A's 5 + 7 + 3 of 29
+    assert facts["random_binary"].up_percent is None
 
 
-def test_only_what_makes_a_claim_has_a_guarantee(capsys, monkeypatch):
-    assert {name for name, word in cells("guarantee").items() if word.startswith("epsilon")} == {"dp_fpl"}
-    monkeypatch.setenv("COLUMNS", "120")
-    assert main(["methods", "--table"]) == 0
-    assert "fedveil methods NAME" in capsys.readouterr().out
+def test_only_what_makes_a_claim_has_a_guarantee(facts):
+    assert {name for name, one in facts.items() if one.guarantee == "epsilon"} == {"dp_fpl"}
 
 
-def test_what_a_client_shares_and_keeps_is_what_the_page_of_methods_says():
+def test_what_a_client_shares_and_keeps_is_what_the_page_of_methods_says(facts):
     rows = re.findall(
         r"^\| [^|]*`(\w+)` \| ([^|]+) \| ([^|]+) \|", (ROOT / "docs" / "methods.md").read_text(), re.MULTILINE
     )
-    told = {name: f"{shares} / {stays}" for name, shares, stays in rows if name in strategies.list_methods()}
+    told = {name: (shares, stays) for name, shares, stays in rows if name in facts}
     assert told
-    shown = cells("a client shares / keeps")
-    assert {name: shown[name] for name in told} == told
+    assert {name: (facts[name].client_shares, facts[name].client_keeps) for name in told} == told
+
+
+def test_the_table_has_one_line_a_method_in_eighty_columns(facts):
+    head, *lines = methods.table_lines([*facts.values()])
+    assert head.split() == ["method", "adapters", "tasks", "keeps", "guarantee", "down", "%", "up", "%"]
+    assert [line.split()[0] for line in lines] == list(facts)
+    assert max(map(len, [head, *lines])) <= 80
+    (fedavg,) = (line for line in lines if line.startswith("fedavg "))
+    assert fedavg.split() == ["fedavg", "lora", "(or", "4", "others)", "tio", "no", "none", "100", "100"]
+    (binary,) = (line for line in lines if line.startswith("random_binary "))
+    assert binary.split()[-1] == "varies"
+
+
+@pytest.mark.parametrize(
+    ("purpose", "inside", "outside"),
+    [
+        ("lora", {"fedavg", "fedrand", "ffa_lora"}, {"promptfl", "fedsp", "fedqsn"}),
+        ("all", {"fedqsn", "fedavg"}, {"fedrand"}),
+        ("images", {"promptfl", "dp_fpl", "fedavg", "fixed_position"}, {"fedsp"}),
+        ("text", {"fedsp", "fedrand"}, {"promptfl", "dp_fpl"}),
+        ("clip-prompt", {"promptfl", "fedavg"}, {"fedrand", "fedsp"}),
+        ("own-model", {"fedavg"}, {"promptfl"}),
+    ],
+)
+def test_a_filter_keeps_the_methods_that_can_do_it(purpose, inside, outside, capsys):
+    names = set(methods.filter_methods(strategies.list_methods(), purpose))
+    assert inside <= names
+    assert not outside & names
+
+
+def test_every_purpose_of_the_help_is_one_and_another_is_refused(capsys):
+    for purpose in (*methods._FAMILIES, *tasks.list_tasks(), "residual-lora", "hadamard-lora", "prompt", "prefix"):
+        assert methods.filter_methods(strategies.list_methods(), purpose), purpose
+    assert set(methods._TEXT) | set(methods._IMAGES) | {"own-model"} == set(tasks.list_tasks())
+    assert main(["methods", "--table", "--for", "lroa"]) == 2
+    assert "error: --for: found 'lroa'; did you mean lora? expected one of all, " in capsys.readouterr().err
+
+
+def test_the_list_can_be_filtered(capsys):
+    assert main(["methods", "--for", "prefix"]) == 0
+    stdout = capsys.readouterr().out
+    assert "fedsp " in stdout
+    assert "fedrand " not in stdout
+
+
+def test_the_json_has_the_fields_of_the_help_and_no_others(column, capsys):
+    column("ward")
+    assert main(["methods", "--json", "--for", "lora"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["format", "methods"]
+    fields = [field.name for field in dataclasses.fields(methods.MethodFacts)]
+    assert all(list(one) == fields for one in found["methods"])
+    fedavg = next(one for one in found["methods"] if one["name"] == "fedavg")
+    assert (fedavg["down_percent"], fedavg["columns"], fedavg["adapters"][0]) == (100, {"ward": "seen"}, "lora")
+    assert fedavg["guarantee"] == "none"
+    for name in (*fields, *found):
+        assert re.search(rf"\b{name}\b", methods.__doc__), name
 
 
 COLUMN = """
@@ -80,9 +131,7 @@ def column(tmp_path, monkeypatch):
 
 def test_without_a_package_of_figures_the_table_says_so_in_a_line(column, capsys):
     assert main(["methods", "--table"]) == 0
-    said = capsys.readouterr().out
-    assert 'no column "measured", because fedveil-bench is not installed' in said
-    assert "measured ┃" not in said
+    assert "figures: fedveil-bench is not installed" in capsys.readouterr().out
 
 
 def test_a_column_of_another_package_is_shown_with_its_caption(column, capsys):
@@ -91,9 +140,8 @@ def test_a_column_of_another_package_is_shown_with_its_caption(column, capsys):
     said = capsys.readouterr().out
     assert "seen: of a test" in said
     assert "not installed" not in said
-    cells = {name: dict(zip(("FedAvg",), ("seen",), strict=True)) for name in ("ward",)}
-    (shown,) = (each for each in methods._compared(cells).columns if each.header == "ward")
-    assert sorted(set(shown.cells)) == ["-", "seen"]
+    assert "fedavg           seen" in said.splitlines()
+    assert "never" not in said
 
 
 def test_two_packages_with_one_column_and_one_that_does_not_fit_are_refused(column, capsys):

@@ -138,7 +138,7 @@ def test_status_names_each_run_and_why_it_failed(make_run, tmp_path, capsys):
     make_run(method="fedrand", state="failed")
     assert main(["status", str(tmp_path)]) == 1
     stdout = capsys.readouterr().out
-    assert "fedavg                   completed  3/3 rounds" in stdout
+    assert re.search(r"^fedavg +completed +3/3 ", stdout, re.MULTILINE)
     assert "round 4: expected at least 2 accepted uploads" in stdout
 
 
@@ -146,7 +146,7 @@ def test_status_of_a_federation_names_it_in_the_command_that_resumes_a_run(make_
     reason = "killed; resume it: fedveil submit --federation FOLDER --config r.toml"
     status_json = json.dumps({"state": "failed", "round": 0, "rounds": 5, "reason": reason})
     (make_run(method="fedavg") / "status.json").write_text(status_json)
-    monkeypatch.setattr(status, "_sites", lambda _: ([], True))
+    monkeypatch.setattr(status, "list_sites", lambda _: [])
     assert main(["status", str(tmp_path), "--federation", str(tmp_path / "a b")]) == 1
     assert f"fedveil submit --federation '{tmp_path}/a b' --config r.toml" in capsys.readouterr().out
     assert main(["status", str(tmp_path)]) == 1
@@ -162,7 +162,8 @@ def test_a_run_that_was_told_to_end_is_stopped_for_everybody_and_no_failure(make
         f"its ServerApp was told to end; resume it: fedveil submit --federation FOLDER --config {folder}/resume.toml"
     )
     (line,), well = status.runs_table(tmp_path)
-    assert (line.split(), well) == (["fedavg", "stopped", "3/5", "rounds", *words.split()], True)
+    assert well
+    assert re.fullmatch(rf"fedavg +stopped +3/5 +\d+ d \d+ h +3\.1312  {re.escape(words)}", line)
     assert main(["watch", str(folder)]) == 3
     assert f"stopped: {words}" in capsys.readouterr().out
     page = run_page.run_page_html([load_run(folder)])
@@ -228,7 +229,7 @@ def test_everybody_is_told_that_a_run_died_of_what_and_how_it_goes_on(make_run, 
     assert main(["watch", str(folder)]) == 1
     assert main(["status", str(tmp_path)]) == 1
     stdout = capsys.readouterr().out
-    assert "fedavg                   died       3/5 rounds" in stdout
+    assert re.search(r"^fedavg +died +3/5 ", stdout, re.MULTILINE)
     page = run_page.run_page_html([load_run(folder)])
     for text in (words, lower, resume):
         assert stdout.count(text) == 2
@@ -282,9 +283,10 @@ def test_an_operator_without_the_registry_sees_which_sites_are_online(tmp_path, 
     home.mkdir(parents=True)
     write_connection(home, "127.0.0.1:1", home.parent / "ca.crt")
     monkeypatch.setattr(FlowerCli, "nodes", lambda self: {"7": "online", "8": "offline"})
+    (tmp_path / "runs").mkdir()
     assert main(["status", str(tmp_path / "runs"), "--federation", str(tmp_path / "anna")]) == 1
     assert "1 of 2 registered sites are online" in (stdout := capsys.readouterr().out)
-    assert re.search(r"node 8 +offline", stdout)
+    assert re.search(r"node 8 +registered +offline", stdout)
 
 
 def test_what_is_printed_to_be_pasted_is_quoted(make_run, tmp_path):

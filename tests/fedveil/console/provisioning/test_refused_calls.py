@@ -74,16 +74,19 @@ def test_status_shows_a_rogue_beside_its_state_and_does_not_exit_with_0(folder, 
     )
     monkeypatch.setattr(status, "absent_members", lambda at: {})
     registry_folder(folder).mkdir(parents=True, exist_ok=True)
-    assert status._sites(folder) == ([f"{'east':<24} registered online", f"{'north':<24} registered online"], True)
+    assert [(site["is_online"], site["note"], site["is_rogue"]) for site in status.list_sites(folder)] == [
+        (True, "", False)
+    ] * 2
     refuse(folder, "north", 1)
-    lines, is_well = status._sites(folder)
-    assert is_well
-    assert "1 call refused in the last 24 h, most recently at " in lines[1]
+    east, north = status.list_sites(folder)
+    assert status._is_well(north)
+    assert "1 call refused in the last 24 h, most recently at " in north["note"]
     refuse(folder, "north", fleet_limits.ROGUE_REFUSALS_A_MINUTE)
-    lines, is_well = status._sites(folder)
-    assert not is_well
-    assert "ROGUE: 20 within a minute; fedveil members revoke shuts it out" in lines[1]
-    assert "refused" not in lines[0]
+    east, north = status.list_sites(folder)
+    assert not status._is_well(north)
+    assert "ROGUE: 20 within a minute; fedveil members revoke shuts it out" in north["note"]
+    assert (north["is_rogue"], east["refused_calls"]) == (True, 0)
+    assert "refused" not in east["note"]
 
 
 def test_a_number_of_calls_reads_as_english():

@@ -113,7 +113,7 @@ def test_a_run_shows_its_figures_its_sites_and_what_each_disclosed(runs):
     assert text.count("3 of 5") == 1
     assert text.count("<svg") == 2
     assert 'aria-label="Test loss by round. ' in text
-    bleu = re.search(r'<tr><td data-label="what">bleu</td>.*?</tr>', text)[0]  # two points: no chart
+    bleu = re.search(r'<tr><td data-label="what">BLEU</td>.*?</tr>', text)[0]  # two points: no chart
     assert re.findall(r">([\d.]+)<", bleu) == ["0", "0.4", "3", "21.25"]
     row = '<td data-label="site">north</td><td data-label="sent by the site">{}</td>'
     assert row.format("A (2 tensors) twice, B (2 tensors) once, refused uploads once") in text

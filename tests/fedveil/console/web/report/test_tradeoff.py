@@ -269,7 +269,7 @@ def test_the_page_opens_with_it(tmp_path, made_arms):
     runs = [run_reader.load_run(tmp_path / "demo-0" / name) for name in ("fedavg", "fedavg-secure")]
     page = run_page.run_page_html(runs)
     assert 'what an attacker learns, and what protection costs</h1>\n<p class="lead">fedavg / fedavg-secure. A' in page
-    assert page.index("at the worst site 99 times in 100") < page.index(">Summary<")
+    assert page.index("at the worst site 99 times in 100") < page.index("<h2")
     assert 'aria-label="What an attacker learns.' in page
 
 
