@@ -14,6 +14,7 @@ from fedveil.console.doctor.policy_for_run import PlannedExchange, list_policy_w
 from fedveil.console.doctor.run_refusals import list_run_refusals, read_policy, verify_bundle
 from fedveil.console.run_config_args import parse_overrides
 from fedveil.console.runs.secagg_preview import MaskedUploadPreview
+from fedveil.console.terminal import say
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.records.atomic_files import write_atomic
@@ -82,7 +83,7 @@ def _print_policy(args: argparse.Namespace) -> int:
         write_atomic(args.out, text.encode())
         print(f"Wrote {args.out}", file=sys.stderr)
     for warning in warnings:
-        print(f"Warning: {sanitize(warning, 1000)}.", file=sys.stderr)
+        say(f"Warning: {sanitize(warning, 1000)}.", mark="Warning", verdict="warn", file=sys.stderr)
     for refusal in refusals:
-        print(f"This policy still refuses the run: {sanitize(refusal, 2000)}", file=sys.stderr)
+        say(f"This policy still refuses the run: {sanitize(refusal, 2000)}", file=sys.stderr)
     return 1 if refusals else 0

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fedveil.config import parse
 from fedveil.console.flower.app_bundle import build_bundle, bundle_digest
 from fedveil.console.flower.bundle_reader import compare_bundles, list_hidden_code, read_bundle
+from fedveil.console.terminal import say
 from fedveil.errors import ConfigError
 from fedveil.guard import run_signature
 from fedveil.sanitize import sanitize, suggest_name
@@ -62,7 +63,7 @@ def _show(args: argparse.Namespace) -> int:
     content = build_bundle(args.app)
     files = read_bundle(content)
     for warning in list_hidden_code(files):
-        print(f"WARNING: {sanitize(warning, 400)}", file=sys.stderr)
+        say(f"Warning: {sanitize(warning, 400)}", mark="Warning", verdict="warn", file=sys.stderr)
     if args.file is not None:
         if args.file not in files:
             near = suggest_name(args.file, files) or "`fedveil app show` lists its files"
