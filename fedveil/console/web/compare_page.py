@@ -25,7 +25,7 @@ from fedveil.console.runs.summary import (
     run_label,
     upload_ratio,
 )
-from fedveil.console.web.components import DRAWING, page_link, state_badge, url_part
+from fedveil.console.web.components import DRAWING, page_link, state_badge
 from fedveil.console.web.pages import PageQuery
 from fedveil.console.web.report import tradeoff, tradeoff_plot
 from fedveil.console.web.report.html import Html, html_details, html_table, html_tag, join_markup
@@ -35,7 +35,7 @@ from fedveil.console.web.safe_files import RunLocation
 from fedveil.errors import StateError
 from fedveil.sanitize import sanitize
 
-__all__ = ["ComparedRun", "chosen_keys", "compare_about", "compare_address", "group_by_scoring"]
+__all__ = ["ComparedRun", "chosen_keys", "compare_about", "group_by_scoring"]
 
 _MOST_KEYS = 100  # differences of config
 _MOST_METRICS = 12
@@ -69,13 +69,8 @@ class ComparedRun:
 
 
 def chosen_keys(query: PageQuery) -> list[str]:
-    """Return the keys of the runs that a query names, each once, in order."""
+    """Return the keys of the runs that a query names, each once, in order. Their boxes' values are quoted."""
     return list(dict.fromkeys(unquote(value) for value in query.get("run", ())))
-
-
-def compare_address(base: str, keys: Sequence[str]) -> str:
-    """Return the address of the page that compares these runs."""
-    return f"{base}/compare?{'&'.join(f'run={url_part(url_part(key))}' for key in keys)}"
 
 
 def group_by_scoring(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from urllib.parse import urlencode
 
 import pytest
 
 from fedveil.console.runs.run_reader import load_run
-from fedveil.console.web.compare_page import ComparedRun, chosen_keys, compare_about, compare_address, group_by_scoring
+from fedveil.console.web.compare_page import ComparedRun, chosen_keys, compare_about, group_by_scoring
 from fedveil.console.web.pages import parse_query
+from fedveil.console.web.runs_page import tick_box
 from fedveil.console.web.safe_files import RunLocation
 from tests.fedveil.console.conftest import write_run
 from tests.fedveil.console.web.conftest import EVIL, opened
@@ -118,11 +120,11 @@ def test_a_choice_that_cannot_be_compared_is_explained(runs, keys, words):
     assert 'id="trade"' not in text
 
 
-def test_an_address_names_any_key_and_is_read_back():
+def test_a_ticked_box_names_any_key():
     keys = ["pilot:fed rand", "a&run=b", "100%25", "ü/../x", "\x1b"]
-    address = compare_address("/base", keys)
-    assert re.fullmatch(r"/base/compare\?(run=[A-Za-z0-9%._~-]+&?){5}", address)
-    assert chosen_keys(parse_query(address.partition("?")[2])) == keys
+    values = [re.search(r'value="([^"]*)"', tick_box(key))[1] for key in keys]
+    query = urlencode({"run": values}, doseq=True)  # as a browser sends a form
+    assert chosen_keys(parse_query(query)) == keys
 
 
 def test_curves_of_two_points_are_numbers_and_no_charts(tmp_path):
