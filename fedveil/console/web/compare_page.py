@@ -133,10 +133,11 @@ def _overview(runs: Sequence[ComparedRun], base: str) -> Html:
     for one in runs:
         run, (_, attack, about) = one.run, attack_tile(one.audit)
         loss, ratio = run.final.get("loss"), upload_ratio(run, views)
+        shown_ratio = ratio if ratio is None else f"{ratio:.2f}"
         rows.append([
             page_link(base, ("runs", one.place.key), one.name), sanitize(run.method, 60), protection(run),
             state_badge(sanitize(run.status.get("state", "unknown"), 20)), run.rounds_done,
-            loss if isinstance(loss, int | float) else None, run.upload_bytes, ratio,
+            loss if isinstance(loss, int | float) else None, run.upload_bytes, shown_ratio,
             "unreadable" if one.audit_error else attack, about if one.audit else None,
         ])  # fmt: skip
     return html_table(head, rows, caption="Runs compared")

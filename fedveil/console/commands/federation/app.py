@@ -1,4 +1,4 @@
-"""`fedveil app`: shows an app's bundle, compares it with an older one, prints its digest, or signs it for a run.
+"""`fedveil app`: shows, compares or signs an app's bundle, or prints its digest.
 
 A site policy lists app digests, or the signers that the site trusts. A signature covers one bundle, in runs with one
 name, until the end of its last valid day in UTC.

@@ -84,7 +84,7 @@ def test_no_protected_run_is_the_baseline(tmp_path):
     plain = write_run(tmp_path / "d", "fedavg", rounds=1)
     about = compare_about([*protected, compared(plain, "plain")], "")
     assert about["baseline"] == "Undefended baseline: plain (FedAvg without protection)."
-    assert re.findall(ratios, about["table_of"])[-1] == "1"
+    assert re.findall(ratios, about["table_of"])[-1] == "1.00"
 
 
 def test_the_strongest_attack_stands_beside_loss_and_bytes(runs):
