@@ -17,9 +17,9 @@ from tests.conftest import ROOT
 
 def measured() -> dict[str, str]:
     """The column's cells by a method's name."""
-    table = methods._compared({"measured": measured_methods.read_column()[0]})
-    (column,) = (each for each in table.columns if each.header == "measured")
-    return dict(zip(strategies.list_methods(), map(str, column.cells), strict=True))
+    columns = {"measured": measured_methods.read_column()[0]}
+    facts = {name: methods.method_facts(name, columns) for name in strategies.list_methods()}
+    return {name: one.columns.get("measured", "-") for name, one in facts.items()}
 
 
 def test_measured_figures_are_the_committed_ones_and_no_others():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from fedveil.console.terminal import say
 from fedveil.records.atomic_files import write_atomic
 from fedveil.sanitize import sanitize
 
@@ -39,7 +40,7 @@ def write_audit(folder: Path, result: AuditReport, sheet: bytes | None, console:
     file = folder / findings.FILE
     if not result.findings and result.epsilon_shown is None and file.is_file():
         if console:
-            console.print(f"{file} is kept from an earlier audit, because this audit tried no attack", soft_wrap=True)
+            say(f"{file} is kept from an earlier audit, because this audit tried no attack")
         return False
     write_atomic(file, json.dumps(result.to_json(), indent=1).encode())
     return True
@@ -50,18 +51,16 @@ def print_audit(folder: Path, result: AuditReport, name: str, console: Console) 
     from fedveil.attacks.audit import findings
     from fedveil.attacks.audit.verdict import audit_verdict, strongest_findings
 
-    console.print(sanitize(audit_verdict(result.findings), 2000), style="bold", soft_wrap=True)
+    say(sanitize(audit_verdict(result.findings), 2000))
     for note in result.notes:
-        console.print(f"- {sanitize(note, 2000)}", soft_wrap=True)
+        say(f"- {sanitize(note, 2000)}")
     if ordered := strongest_findings(result.findings)[:_SHOWN]:
         console.print(findings_table(ordered, name))
     if left := len(result.findings) - len(ordered):
         file = folder / findings.FILE
-        console.print(
-            f"The other {left} findings are in {file}; fedveil report {folder} plots them all", soft_wrap=True
-        )
+        say(f"The other {left} findings are in {file}; fedveil report {folder} plots them all")
     if not ordered:
-        console.print(_CONTROLS_FAILED if result.findings else _NOT_TRIED, soft_wrap=True)
+        say(_CONTROLS_FAILED if result.findings else _NOT_TRIED)
 
 
 def findings_table(found: Sequence[AttackFinding], name: str) -> Table:

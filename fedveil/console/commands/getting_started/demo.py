@@ -107,20 +107,20 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads must not spin on cores that others need
     console, out, started = make_console(), _writable(args.out.absolute()), time.monotonic()
     if old := [arm.name for arm in arms if (out / arm.name / "status.json").is_file()]:
-        console.print(f"This demo replaces an earlier demo's runs in {out}: {', '.join(old)}", soft_wrap=True)
+        say(f"This demo replaces an earlier demo's runs in {out}: {', '.join(old)}")
     speaks = flower.installed_release().speaks
-    console.print(f"Starting one SuperLink and {args.sites} SuperNodes: {speaks}, TLS, node authentication")
+    say(f"Starting one SuperLink and {args.sites} SuperNodes: {speaks}, TLS, node authentication")
     for note in notes:
-        console.print(note, soft_wrap=True)
+        say(note)
     data = Path(settings.get("task.data", DATA))
     federation = LocalDeployment([LocalSite(f"site-{i}", data) for i in range(args.sites)], guarded=True)
     failed = False
     measured: list[Future[DemoMeasurements]] = []
     # A run is attacked while the next run waits for its processes.
-    with _aside(console, measured) as aside, federation:
-        console.print(f"All {args.sites} sites are online after {time.monotonic() - started:.1f} s")
+    with _aside(measured) as aside, federation:
+        say(f"All {args.sites} sites are online after {time.monotonic() - started:.1f} s")
         if words := _drawn(args.sites, float(settings.get("cohort.fraction", 1.0))):
-            console.print(words, soft_wrap=True)
+            say(words)
         left_by.remove_demo_files(out)
         for arm in arms:
             own = {**noise, **settings} if arm.defense == "dp" else settings
@@ -132,13 +132,13 @@ def run(args: argparse.Namespace) -> int:
             shutil.copytree(federation.processes.logs, out / "logs", dirs_exist_ok=True)
     left = federation.processes.alive()
     _results(console, out, arms, measured)
-    console.print(f"Processes left: {', '.join(str(p.pid) for p in left) or 'none'}.", end=" ")
-    console.print(f"Total {time.monotonic() - started:.0f} s.")
+    names = ", ".join(str(p.pid) for p in left) or "none"
+    say(f"Processes left: {names}. Total {time.monotonic() - started:.0f} s.")
     return 1 if failed or left else 0
 
 
 @contextmanager
-def _aside(console: Console, begun: Sequence[Future[DemoMeasurements]]) -> Iterator[ThreadPoolExecutor]:
+def _aside(begun: Sequence[Future[DemoMeasurements]]) -> Iterator[ThreadPoolExecutor]:
     """Provide a thread for the attacks. If the demo is interrupted, print a note, wait for the current attack (which
     cannot be stopped), and start no more."""
     pool = ThreadPoolExecutor(1)
@@ -147,7 +147,7 @@ def _aside(console: Console, begun: Sequence[Future[DemoMeasurements]]) -> Itera
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         if any(attack.running() for attack in begun):
-            console.print("The federation has stopped; waiting about a minute for the current attack to finish")
+            say("The federation has stopped; waiting about a minute for the current attack to finish")
         raise
     finally:
         pool.shutdown()
@@ -219,18 +219,18 @@ def _results(console: Console, out: Path, arms: list[DemoRun], measured: list[Fu
             if of_run := done.result().attacked:
                 attacked[out / arm.name] = of_run
         except FedVeilError as error:  # the trained models are still worth showing
-            console.print(f"{arm.name}: not attacked: {sanitize(error)}", soft_wrap=True)
+            say(f"{arm.name}: not attacked: {sanitize(error)}")
     demo_report.write_comparisons(attacked)
     for folder in attacked:  # the run wrote its card before the attack
         card_update.rewrite_card(runs.load_run(folder), DeclaredFacts())
     demo_report.write_demo_report(out, demo_runs)
     console.print(summary.summary_table(demo_runs))
     for line in demo_report.summary_sentences(demo_runs):
-        console.print(line, style="bold", soft_wrap=True)
+        say(line)
     picture = out / left_by.PICTURE
     drawn = picture if picture.is_file() else "none, because no attack results could be judged"
-    console.print(f"Picture: {drawn}\nReport:  {out / 'report.html'}", soft_wrap=True)
-    console.print(f"Summary: {out / 'summary.json'}", soft_wrap=True)
+    say(f"Picture: {drawn}\nReport:  {out / 'report.html'}")
+    say(f"Summary: {out / 'summary.json'}")
 
 
 def _writable(out: Path) -> Path:

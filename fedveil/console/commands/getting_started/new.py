@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 
 from fedveil import paths
-from fedveil.console.terminal import make_console
+from fedveil.console.terminal import say
 from fedveil.errors import ConfigError
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
@@ -43,10 +43,9 @@ def run(args: argparse.Namespace) -> int:
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8", newline="\n")
-    console = make_console()
-    console.print(f"Wrote {len(files)} files to {folder}. To try them:", soft_wrap=True)
+    say(f"Wrote {len(files)} files to {folder}. To try them:")
     for line in (f"cd {folder}", "pip install --no-deps -e .", "python train.py run.toml"):
-        console.print(f"    {line}", soft_wrap=True, markup=False)
+        say(f"    {line}")
     return 0
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from fedveil.config import parse
 from fedveil.console.runs import audit_output
 from fedveil.console.runs.run_reader import load_run
-from fedveil.console.terminal import make_console
+from fedveil.console.terminal import make_console, say
 from fedveil.errors import ConfigError, StateError
 from fedveil.sanitize import sanitize
 
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
     console = make_console()
 
-    def say(text: str) -> None:
+    def show_step(text: str) -> None:
         console.print(text, style="dim")
 
     budget = TimeBudget.of_minutes(args.minutes)
@@ -107,13 +107,13 @@ def run(args: argparse.Namespace) -> int:
     )
     config = parse(run_view.config["config"])
     planted = None if args.canaries is None else _named("--canaries", args.canaries)
-    result, sheet = audit_run(args.folder, config, run_view.sites, source, args.device, say, budget, planted)
+    result, sheet = audit_run(args.folder, config, run_view.sites, source, args.device, show_step, budget, planted)
     audit_output.write_audit(args.folder, result, sheet, console)
     audit_output.print_audit(args.folder, result, run_view.name, console)
     if limit is None:
         return 0
     decision = decide_gate(result, limit)
-    console.print(sanitize(decision.says, 2000), style="bold", soft_wrap=True)
+    say(sanitize(decision.says, 2000))
     return decision.code
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.table import Table
 
 from fedveil.console.runs.run_reader import config_of
-from fedveil.console.terminal import make_console
+from fedveil.console.terminal import make_console, say
 from fedveil.sanitize import sanitize
 
 
@@ -57,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     scored = f"{len(rows):,} examples" if args.eval_examples is None else f"at most {most:,} of {len(rows):,} examples"
     where = f"{sanitize(args.data, 200)}, {sanitize(args.split, 80)}"
-    make_console().print(f"{sanitize(args.folder.name, 80)} on {where}: {scored}", soft_wrap=True)
+    say(f"{sanitize(args.folder.name, 80)} on {where}: {scored}")
     if said := divided.describe():
-        make_console().print(said, soft_wrap=True)
+        say(said)
     listed = Table("metric")
     listed.add_column("value", justify="right")
     for name, value in scores.items():

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return 0, or 1 if a run failed, went silent or cannot be read, or if a registered site is offline or rogue."""
     own = args.federation / "runs" if args.federation else Path("runs")
-    if args.folder and not args.folder.is_dir():
+    if args.folder and not args.federation and not args.folder.is_dir():
         raise ConfigError(f"FOLDER: expected a folder of runs, found none at {args.folder}; name your runs' run.dir")
     runs = run_list.list_runs(args.folder or own)
     if args.json:

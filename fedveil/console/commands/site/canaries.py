@@ -22,7 +22,7 @@ import numpy as np
 from datasets import Dataset, Features
 
 from fedveil.attacks.canaries import pairs
-from fedveil.console.terminal import make_console
+from fedveil.console.terminal import say
 from fedveil.data import tables, units
 from fedveil.data.columnar_files import is_columnar
 from fedveil.data.split_files import split_files
@@ -75,10 +75,9 @@ def run(args: argparse.Namespace) -> int:
         coin_bits = "".join("1" if coin else "0" for coin in coins)
         (secret / pairs.COINS).write_text(json.dumps({"coins": coin_bits, "rows": unit_rows}))
     out = sanitize(str(args.out), 300)
-    say = make_console()
-    say.print(f"{len(made.train)} examples with {args.pairs} canaries: {out}/{pairs.DATA}", soft_wrap=True)
-    say.print(f"The list of canaries: {out}/{pairs.SECRET}; hide it from everyone who trains.", soft_wrap=True)
-    say.print(f"After the run: fedveil audit RUN --canaries SITE={out}", soft_wrap=True)
+    say(f"{len(made.train)} examples with {args.pairs} canaries: {out}/{pairs.DATA}")
+    say(f"The list of canaries: {out}/{pairs.SECRET}; hide it from everyone who trains.")
+    say(f"After the run: fedveil audit RUN --canaries SITE={out}")
     return 0
 
 

@@ -151,16 +151,14 @@ def run(args: argparse.Namespace) -> int:
         describe_guarantee(claim, config, claim.privacy_spent(plan), accounting.round_epsilon) for plan in plans
     ]
     _warn(privacy_warnings(claim, args.sites))
-    console = Console(highlight=False)
-    console.print(_table(planned, plans, needed, statements))
-    console.print(f"{_noise(planned)}, for all sites: {config.run.rounds} rounds", soft_wrap=True)
+    Console(highlight=False).print(_table(planned, plans, needed, statements))
+    say(f"{_noise(planned)}, for all sites: {config.run.rounds} rounds")
     most = max(range(len(plans)), key=lambda i: statements[i].epsilon)
     if statements[most].epsilon > claim.budget.epsilon:
         _warn([f"a site's ledger stops this run early, at the run's own limit of {claim.budget.epsilon:g}"])
-    console.print(
+    say(
         f"In this run alone, for the site with the highest cost ({plans[most].examples:,} examples, in every round): "
-        f"{statements[most].sentence}.",
-        soft_wrap=True,
+        f"{statements[most].sentence}."
     )
     return 0
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from io import StringIO
 from threading import Event, Timer
 
 import pytest
-from rich.console import Console
 
 from fedveil import config
 from fedveil.attacks.audit.compare_runs import RunAudit
@@ -177,9 +175,9 @@ def test_it_says_why_not_every_site_is_in_a_round():
         )
 
 
-def test_an_interrupted_demo_says_what_it_waits_for_and_begins_no_other_attack():
+def test_an_interrupted_demo_says_what_it_waits_for_and_begins_no_other_attack(capsys):
     """The thread is at the first attack; the second has not begun."""
-    at, go, done, console = Event(), Event(), [], Console(file=StringIO(), width=200)
+    at, go, done = Event(), Event(), []
 
     def attack(name):
         at.set()
@@ -189,7 +187,7 @@ def test_an_interrupted_demo_says_what_it_waits_for_and_begins_no_other_attack()
     begun = []
 
     def interrupted() -> None:
-        with demo._aside(console, begun) as aside:
+        with demo._aside(begun) as aside:
             begun.extend(aside.submit(attack, name) for name in ("first", "second"))
             at.wait(10)
             Timer(0.2, go.set).start()
@@ -198,8 +196,8 @@ def test_an_interrupted_demo_says_what_it_waits_for_and_begins_no_other_attack()
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert done == ["first"]
-    assert "waiting about a minute for the current attack to finish" in console.file.getvalue()
-    with demo._aside(console, []) as aside:
+    assert "waiting about a minute for the current attack to finish" in capsys.readouterr().out
+    with demo._aside([]) as aside:
         assert aside.submit(int, 7).result() == 7
 
 

@@ -155,6 +155,7 @@ def test_what_a_run_folder_says_controls_no_terminal(make_run, tmp_path, capsys)
         assert not set(HOSTILE) & set("\x1b\x07\u202e") & set(capsys.readouterr().out)
     (listed,) = run_list.list_runs(tmp_path)
     assert (listed.rounds, listed.flower_run) == (None, "")
+    assert not set("\x1b\x07\u202e") & set(listed.state + listed.note)
 
 
 def test_a_folder_that_is_not_there_is_refused_and_a_run_folder_is_one_run(make_run, tmp_path, capsys):
