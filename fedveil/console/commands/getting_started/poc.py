@@ -1,8 +1,9 @@
 """`fedveil poc`: rehearses a whole pilot on this machine, like a real one.
 
-It uses the files, keys, policies and commands of a real pilot. In a new folder it provisions a federation, makes and registers each site's keys, prints the policy that permits the
-run, starts the server and the sites, submits the run, and leaves the report, the kits and all logs. Then everything
-stops; with --stay it runs on until Ctrl-C, for trying further commands.
+It uses the files, keys, policies and commands of a real pilot. In a new folder it provisions a federation, makes and
+registers each site's keys, prints the policy that permits the run, starts the server and the sites, submits the run,
+and leaves the report, the kits and all logs. Then everything stops; with --stay it runs on until Ctrl-C, for trying
+further commands.
 
     fedveil poc rehearsal
     fedveil poc rehearsal --config run.toml --data hospitals/ --stay
