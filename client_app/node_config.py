@@ -90,7 +90,7 @@ def parse_site(node_config: Mapping[str, Any]) -> SiteConfig:
         ) from None
     if site.shard_base and site.processes < 2:
         raise ConfigError(
-            "node config: shard-base: expected processes = 2 or more, to divide the base among them, found "
+            f"node config: shard-base divides the base among processes, so it needs at least 2, but processes is "
             f"{site.processes}; set processes, or leave shard-base out"
         )
     return site
