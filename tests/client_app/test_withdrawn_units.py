@@ -63,7 +63,7 @@ def test_a_new_run_by_units_draws_the_others_alone(tmp_path):
 @pytest.mark.parametrize(
     "rows,reason",
     [
-        ([{"mr": "a", "ref": "b"}] * 4, r'their column "patient".*it has mr, ref'),
+        ([{"mr": "a", "ref": "b"}] * 4, r'cannot read column "patient".*it has mr, ref'),
         ([*ROWS, {"mr": "a", "ref": "b", "patient": ""}], "an id in column .*found none in row 13"),
         ([*ROWS, {"mr": "a", "ref": "b", "patient": "secret-2"}], "one spelling of each id"),
         ([row for row in ROWS if row["patient"] == "Secret-1"], "belong to withdrawn units"),
@@ -82,7 +82,7 @@ def test_a_site_that_cannot_find_the_rows_trains_on_nothing(tmp_path, rows, reas
 def test_the_node_config_s_column_holds_for_every_withdrawn_unit(tmp_path, monkeypatch):
     withdraw(tmp_path, column="pid")
     server = Server(tmp_path, "", ROWS)
-    with pytest.raises(TaskError, match='their column "pid"'):
+    with pytest.raises(TaskError, match='cannot read column "pid"'):
         server.send(server.initial)
     asked = server.asked()
     site = asked.site.model_copy(update={"unit_column": "patient"})

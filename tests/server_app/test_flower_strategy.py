@@ -422,7 +422,7 @@ def test_a_run_folder_is_not_overwritten(tmp_path):
     (tmp_path / "model" / "config.json").write_text("{}")
     with pytest.raises(StateError, match="it is not empty"):
         RunFolder(tmp_path / "model")
-    with pytest.raises(StateError, match="expected a run in"):
+    with pytest.raises(StateError, match="there is no run in"):
         RunFolder(tmp_path / "other", resume=True)
 
 

@@ -181,9 +181,9 @@ REFUSED = {
     "both keys": ({"evaluate.held-out": 0.2}, "evaluate.held-out: expected 0.0 with evaluate.validation-share"),
     "some sites": ({"cohort.fraction": 0.5}, "cohort.fraction: expected 1.0 .* different sites cannot be compared"),
     "a buffer": ({"cohort.buffer-size": 2}, "cohort.buffer-size: expected 0 .* models of different server steps"),
-    "own models": ({"method.name": "ditto"}, 'found "ditto", which keeps a part .* name the server\'s test data'),
-    "a proxy": ({"method.name": "fedlpp"}, 'found "fedlpp", which sends a quantized proxy'),
-    "cut models": ({"method.name": "hetlora"}, 'found "hetlora", which cuts the model to each site\'s rank'),
+    "own models": ({"method.name": "ditto"}, '"ditto" keeps a part .* name the server\'s test data'),
+    "a proxy": ({"method.name": "fedlpp"}, '"fedlpp" sends a quantized proxy'),
+    "cut models": ({"method.name": "hetlora"}, '"hetlora" cuts the model to each site\'s rank'),
     "seldom": ({"evaluate.every": 2}, "evaluate.every: expected 1 .* sites score every model"),
 }
 
@@ -199,7 +199,7 @@ def test_scores_of_sites_that_cannot_decide_are_refused(what):
 def test_sites_that_start_from_the_servers_model_may_score_it():
     for name, params in (("scaffold", ""), ("fedqsn", 'server_rate = 0.0\nclient_rate = 0.0\nquantiser = "none"')):
         check_selection(parse(BY_SITES | {"method.name": name, "method.params": params}))
-    with pytest.raises(ConfigError, match='found "fedqsn", which sends a masked or quantized proxy'):
+    with pytest.raises(ConfigError, match='"fedqsn" sends a masked or quantized proxy'):
         check_selection(parse(BY_SITES | {"method.name": "fedqsn"}))
     check_selection(parse(BY_SITES | {"method.name": "ditto", "task.evaluation": "x"}))
 

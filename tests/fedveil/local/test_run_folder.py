@@ -205,7 +205,7 @@ def test_a_resume_refuses_what_would_be_another_run(place, tmp_path):
         federation(place, run__resume=True, train__learning_rate=0.1, **keys)
     with pytest.raises(ConfigError, match="sites: the checkpoint is of"):
         federation(place, ("north", "west"), run__resume=True, **keys)
-    with pytest.raises(StateError, match="expected a run in"):
+    with pytest.raises(StateError, match="there is no run in"):
         federation(place, run__resume=True, run__name="none", run__dir=str(tmp_path))
 
 

@@ -213,7 +213,7 @@ def bare(monkeypatch):
 def test_a_missing_extra_is_refused_before_anything_is_sent(tmp_path, flower, capsys, bare, sink):
     assert submitted(tmp_path, "--set", f"sinks.use={sink}") == 2
     stderr = capsys.readouterr().err
-    assert f'sinks.use: expected the extra "{sink}" here' in stderr
+    assert f'sinks.use: {sink} needs the extra "{sink}" here' in stderr
     assert f"pip install --require-hashes --no-deps -r lock/{sink}.txt" in stderr
     assert "nothing was sent" in stderr
     assert "--extras-at-server" in stderr
