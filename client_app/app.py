@@ -95,7 +95,7 @@ def _records(message: Message, context: Context) -> tuple[ArrayRecord, ClientAss
         record = message.content.array_records["fedveil"]
         order = message.content.config_records["order"]
     except KeyError as error:
-        raise WireError(f"message: expected the records fedveil and order, found none named {error}") from None
+        raise WireError(f"message: the record {error} is missing; a message needs fedveil and order") from None
     app_digest = decisions.VerifiedBundle.from_environment().digest
     assignment = ClientAssignment.from_instruction(
         order, context.run_config, context.node_config, context.run_id, app_digest

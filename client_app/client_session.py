@@ -62,8 +62,8 @@ class _PreparedRows:
 class ClientSession:
     """The rounds of one site in one run. The base model and the prepared examples stay in memory between rounds.
 
-    All rounds must agree on everything that determines the task; the owner of an instance ensures this. Examples are
-    reloaded if their files have changed.
+    All rounds must agree on everything that determines the task; the owner of an instance ensures this. The examples
+    are reloaded if their files have changed.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,8 @@ class ClientSession:
 
         Raises:
             PolicyError: the site refuses to train from the received weights, the upload used fewer examples than the
-                site requires, or the round was already served with a different message. The last private state stays.
+                site requires, or the round was already served with a different message. The saved private state does
+                not change.
             StateError: the private state cannot be read or written.
         """
         started = time.perf_counter()
@@ -114,7 +115,7 @@ class ClientSession:
             method = strategies.create_from_json(order.method, order.fields)
             if assignment.site.policy and method != strategies.create_method(config.method.name, config.method.params):
                 # The policy has checked the parameters in the run config, without running the method's code.
-                raise PolicyError("order.fields: expected the run config's, found different ones; submit the run again")
+                raise PolicyError("order.fields: these differ from the run config's; submit the run again")
             optimizers.check_optimizer(method, config)
             task = tasks.load_task(assignment.site_config, method.adapter, at_first(assignment, method))
             self._task = LoadedTask(task, MessageExchange(method, order.method, task.spec))
@@ -154,7 +155,7 @@ class ClientSession:
         assignment = round_.assignment
         if not assignment.data:
             raise ConfigError(
-                'data: expected a folder in the node config ("data") or the run config (task.data), found none'
+                'data: neither the node config ("data") nor the run config (task.data) names a data folder; set one'
             )
         data, site = Path(assignment.data), assignment.site
         fingerprint, withdrawn = _fingerprint(data), WithdrawalRecord.open(site.state_dir, round_.seal).read()
@@ -177,9 +178,7 @@ class ClientSession:
             prepared = _leave_out(withdrawn, site.unit_column, prepared, data)
             units = group_rows_of_run(assignment.site_config, prepared, data, share)
             if (units is not None or withdrawn.units) and _fingerprint(data) != fingerprint:
-                raise TaskError(
-                    f'task.data: expected "{data}" to stay unchanged while it is being read, found a change; try again'
-                )
+                raise TaskError(f'task.data: "{data}" changed while it was being read; start the round again')
             self._rows = _PreparedRows(fingerprint, withdrawn, prepared, units, tuple(notes))
             if (counts := prepared.counts) is not None and self._task is not None:
                 stay = why_counts_stay(round_, self._task.exchange.method)
@@ -205,15 +204,15 @@ def _split_rows(round_: ClientRound, prepared: PreparedData, part: float) -> Sit
         units = group_rows(data, "train", column, prepared.origins(), has_blanks) if column else None
     except TaskError as error:
         raise TaskError(
-            f"{key}: expected the units of the node config's unit-column, which must not be divided: "
-            f"{error}; or set max-scores = 0 in the policy, so that no example is held out"
+            f"{key}: cannot read the units in the node config's unit-column, and a unit must not be divided: {error}; "
+            "or set max-scores = 0 in the policy, so that no example is held out"
         ) from None
     dataset = SiteDataset.from_folder(data, assignment.site.data_set)
     draw = rng.RandomStream.derive(round_.secret, 0, assignment.name, "held out").bytes(32)
     record = HeldOutRecord.open(assignment.site.state_dir, assignment.name)
     chosen = record.select_rows(dataset.id, part, draw, dataset.relative_origins(prepared.origins()), units)
     split = split_held_out(prepared.rows, chosen.indices, chosen.unscored)
-    note = f"{key}: {len(split.held):,} of {len(prepared.rows):,} examples are held out and scored, never trained on"
+    note = f"{key}: {len(split.held):,} of {len(prepared.rows):,} examples are held out: scored, but never trained on"
     if chosen.refusal:
         note = f"{key}: {len(chosen.indices):,} examples are held out, without scores: {REFUSALS[chosen.refusal]}"
     return SiteData(prepared, split, chosen.refusal, dataset.id, note=note)
@@ -234,8 +233,8 @@ def _leave_out(withdrawn: WithdrawnUnits, own: str, prepared: PreparedData, data
     origins = list(prepared.origins())
     if len(origins) != len(prepared.rows):
         raise TaskError(
-            f"withdrawn units: expected the origin of each of the {len(prepared.rows)} examples, found {len(origins)}; "
-            "this task cannot leave out the rows of withdrawn units"
+            f"withdrawn units: this task gives {len(origins)} origins for {len(prepared.rows)} examples, so it cannot "
+            "leave out the rows of withdrawn units"
         )
     left_out: set[int] = set()
     for column in columns:
@@ -244,15 +243,15 @@ def _leave_out(withdrawn: WithdrawnUnits, own: str, prepared: PreparedData, data
             marks = mark_rows(data, "train", column, origins, partial(withdrawn.covers, in_column))
         except TaskError as error:
             raise TaskError(
-                f'withdrawn units: expected their column "{column}", which shows which rows to leave out: {error}; or '
+                f'withdrawn units: cannot read column "{column}", which shows which rows to leave out: {error}; or '
                 "set unit-column in the node config"
             ) from None
         left_out.update(index for index, is_marked in enumerate(marks) if is_marked)
     kept = [index for index in range(len(origins)) if index not in left_out]
     if not kept:
         raise TaskError(
-            f"withdrawn units: expected rows of other units in {data}, found {len(origins)} rows of withdrawn units; "
-            "this site cannot take part with this data"
+            f"withdrawn units: all {len(origins)} rows in {data} belong to withdrawn units; this site cannot take part "
+            "with this data"
         )
     log.info("withdrawn units: this site leaves out %d of %d rows", len(left_out), len(origins))
     rows = ExampleSubset(prepared.rows, kept)

@@ -43,7 +43,7 @@ class TrainInstruction:
         secure: the plan for a sum of masked uploads (fedveil/federation/secagg/plan.py), as text; "" if uploads are not
             masked.
         roster: the signing keys of all sites that the plan refers to, as text; "" for none.
-        entries: the table of which site sends which entries of the sum (fedveil/contract/entry_table.py), as text; ""
+        entries: the table that assigns the entries of the sum to sites (fedveil/contract/entry_table.py), as text; ""
             for none.
         seconds: time after which the server stops waiting for the upload; the client round then ends too.
         signing_key: ID of the key with which the server verifies this site's replies
@@ -106,8 +106,8 @@ class ClientAssignment:
             asked = TrainInstruction(**{key.replace("-", "_"): value for key, value in order.items()})
         except TypeError as error:
             raise WireError(
-                "message: expected an instruction in the format of this version, found a different format "
-                f"({sanitize(error)})"
+                "message: the instruction is not in the format of this version "
+                f"({sanitize(error)}); use the same version at the server and the site"
             ) from None
         _require_form(asked)
         parsed, site = parse(config), parse_site(node)

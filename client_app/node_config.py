@@ -162,7 +162,7 @@ def parse_site(node_config: Mapping[str, Any]) -> SiteConfig:
         raise ConfigError(f'node config: data-set: two data sets have the name "{repeated[0]}"; give each its own')
     if site.shard_base and site.processes < 2:
         raise ConfigError(
-            "node config: shard-base: expected processes = 2 or more, to divide the base among them, found "
+            f"node config: shard-base divides the base among processes, so it needs at least 2, but processes is "
             f"{site.processes}; set processes, or leave shard-base out"
         )
     return site

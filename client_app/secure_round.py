@@ -8,13 +8,13 @@
 |---|---|
 | the run config has `secure.enabled` but the instruction has no plan, or vice versa | WireError: nothing is sent |
 | a rule of plan_checks.py is violated | PolicyError or WireError, before any row is read |
-| the message differs from the plan's, although the method sends all sites the same one | WireError, before decoding |
+| the message is not the plan's, although the method sends all sites one message | WireError, before decoding |
 | the policy names a roster, but the node config names no site | PolicyError: the server would name the state folder |
 | a request names a different site than the node config | PolicyError |
-| secure.json is damaged | StateError; once the file is moved away, the site makes a new prekey and refuses requests for
-  the old one |
+| secure.json is damaged | StateError; once the file has been moved away, the site makes a new prekey and refuses
+  requests for the old one |
 | secure.json is lost, or an older copy is restored | the site may agree to a second sum in a
-  round. For the rounds it forgot, it counts as colluding with the server; never restore it |
+  round: for the rounds that it forgot, it counts as colluding with the server. Never restore the file |
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class FileSecAggStore:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold the lock that only one of the site's processes can have."""
+        """Hold the lock, which only one of the site's processes can hold at a time."""
         paths.private_folder(self.folder)
         with (self.folder / "secure.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -74,8 +74,8 @@ class FileSecAggStore:
             return SiteSecAggState.from_bytes(verify_checksummed(self.seal.read(self._file, state_role(self._file))))
         except (OSError, ValueError, WireError) as error:
             raise StateError(
-                f"{self._file}: expected this site's keys for the run, found none that can be read ({error}); move it "
-                "away to set the site up again"
+                f"{self._file}: cannot read this site's keys for the run ({error}); move the file away to set the site "
+                "up again"
             ) from None
 
     def save(self, kept: SiteSecAggState) -> None:
@@ -83,7 +83,7 @@ class FileSecAggStore:
         try:
             write_atomic(self._file, self.seal.closed([checksummed_bytes(kept.to_bytes())], state_role(self._file)))
         except OSError as error:
-            raise StateError(f"{self._file}: expected to write it, found {error}; free space") from error
+            raise StateError(f"{self._file}: cannot be written: {error}; free some disk space") from error
 
 
 def read_boot_id() -> str:
@@ -93,11 +93,11 @@ def read_boot_id() -> str:
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as error:
-        raise StateError(f"{_BOOT_ID}: expected this machine's boot id, found none ({error})") from None
+        raise StateError(f"{_BOOT_ID}: cannot read this machine's boot id ({error})") from None
 
 
 def open_secagg_site(assignment: ClientAssignment, policy: SitePolicy) -> SecAggSite:
-    """Open this site with its keys and its policy's demands. Raises ConfigError, PolicyError."""
+    """Open this site with its keys and its policy's requirements. Raises ConfigError, PolicyError."""
     with number_refusals("T2"):
         _require_own_name(assignment, policy)
     site = assignment.site
@@ -114,13 +114,13 @@ def _require_own_name(assignment: ClientAssignment, policy: SitePolicy) -> None:
     own = assignment.site.site
     if policy.roster and not own:
         raise PolicyError(
-            "site: expected this site's name in the node config, because its policy names a roster, found none: the "
-            "server could otherwise choose another folder for the site's mask state"
+            "site: the policy names a roster, so the node config must name the site: the server could otherwise choose "
+            "another folder for the site's mask state; set site"
         )
     if own and own != assignment.order.site:
         raise PolicyError(
-            f"site: expected requests for {own}, the site's name in its node config, found one for "
-            f"{assignment.order.site}; register the site under its own name"
+            f"site: the server asked for {assignment.order.site}, but the node config names this site {own}; register "
+            "the site under its own name"
         )
 
 
@@ -144,7 +144,7 @@ def requirements_of(policy: SitePolicy) -> SiteRequirements:
 
 
 def signing_key(assignment: ClientAssignment) -> bytes:
-    """Return the site's private signing key: from the node config's file, or else one that the site creates."""
+    """Return the site's private signing key: from the node config's file, or else a key that the site creates."""
     named = assignment.site.signing_key
     if named:
         return read_key(Path(named).expanduser())
@@ -164,10 +164,10 @@ def read_attempt_plan(assignment: ClientAssignment) -> AttemptPlan | None:
     order, config = assignment.order, assignment.config.secure
     if bool(order.secure) != config.enabled:
         asked = "a plan" if config.enabled else "none"
-        raise WireError(f"order: secure: expected {asked}, as secure.enabled requires, found {order.secure[:20]!r}")
+        raise WireError(f"order: secure: secure.enabled requires {asked}, found {order.secure[:20]!r}")
     if not order.secure:
         if order.entries:
-            raise WireError("order: entries: expected no table for an unmasked upload, found one")
+            raise WireError("order: entries: an unmasked upload has no entry table, but the instruction has one")
         return None
     return AttemptPlan.from_bytes(order.secure.encode())
 
@@ -215,7 +215,7 @@ class SecureClientRound:
         """Check rule T10: the message with this digest is the one that the plan names. Raises WireError."""
         with self.site.log_refusals("mask", self.plan), number_refusals("T10"):
             if self.plan.broadcast and broadcast_digest(digest) != self.plan.broadcast:
-                raise WireError("secure plan: broadcast: expected the message for all of its sites, found another")
+                raise WireError("secure plan: broadcast: this message is not the one that the plan names")
 
 
 def begin_secure_round(assignment: ClientAssignment, policy: SitePolicy) -> SecureClientRound | None:
@@ -235,7 +235,7 @@ def answer_secagg_request(assignment: ClientAssignment, statement: bytes) -> byt
     with _log_refusals(assignment, "answer"):
         site = open_secagg_site(assignment, load_policy(assignment.site))
         if not assignment.config.secure.enabled:
-            raise WireError("secure: expected no request in a run with secure.enabled = false, found one")
+            raise WireError("secure: a run with secure.enabled = false has no such requests, but one arrived")
         request = parse_request(statement)
     match request:
         case KeysRequest():

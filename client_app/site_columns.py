@@ -31,7 +31,7 @@ def apply_site_columns(config: RunConfig, columns: Mapping[str, str]) -> RunConf
     """Return the run's config with the site's column names.
 
     Raises:
-        ConfigError: a name does not stand for a column of the run.
+        ConfigError: a name is not among the run's columns.
     """
     if not columns:
         return config
@@ -39,8 +39,8 @@ def apply_site_columns(config: RunConfig, columns: Mapping[str, str]) -> RunConf
     of_template = {column for _, column in _template(config)}
     if unknown := sorted(columns.keys() - names.keys() - {*_ROLES, "unit"}):
         raise ConfigError(
-            f"node config: columns: expected names of this run's columns ({', '.join(sorted(names))}), found "
-            f'"{unknown[0]}" (for "{columns[unknown[0]]}"); correct it, or leave it out'
+            f'node config: columns: "{unknown[0]}" (for "{columns[unknown[0]]}") is none of this run\'s columns '
+            f"({', '.join(sorted(names))}); correct it, or leave it out"
         )
     if task.source_template:
         parts = ((text, columns.get(column, column)) for text, column in _template(config))

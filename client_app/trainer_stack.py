@@ -124,15 +124,15 @@ def open_charger(round_: ClientRound, guarantee: PrivacyGuarantee) -> RunCharger
     site, rounds = assignment.site, assignment.config.run.rounds
     if not site.site:
         raise ConfigError(
-            "node config: site: expected the site's name, because the run has a privacy guarantee, found none; set "
-            "site, which only the site itself may choose"
+            "node config: site: a run with a privacy guarantee needs the site's name here, so that the server cannot "
+            "choose it; set site"
         )
     most = rounds * (policy.max_retries + 1) * _TRAININGS
     unit = UNIT if assignment.config.dp.unit_column else ROW
     if unit == ROW and site.unit_column and not assignment.config.dp.unit:
         raise ConfigError(
-            "dp.unit-column: expected a guarantee for units at this site, whose node config names a unit-column, found "
-            'one for one row, which protects a unit with several rows less; set dp.unit-column, or dp.unit = "row"'
+            "dp.unit-column: this site's node config names a unit-column, but the run's guarantee is for one row. It "
+            'protects a unit with several rows less; set dp.unit-column, or dp.unit = "row"'
         )
     terms = RunTerms(assignment.order.run, guarantee.budget, rounds, most, unit, site.site)
     witness = None if site.shares_data else FolderWitness.open(Path(assignment.data), site.data_set)

@@ -6,7 +6,7 @@ is dropped, and the envelope of an upload has to name the round and attempt of t
 
 | a request ... | what happens |
 |---|---|
-| is answered in time | its upload is added to the current step, whichever state it was for |
+| is answered in time | its upload is added to the current step, even if it was for an earlier state |
 | is answered with an upload more than `cohort.max-staleness` steps old | the upload is refused, with the reason |
 | is not answered within `cohort.deadline-seconds` | it ends; a later reply is dropped |
 | ends in any way | the site is asked again at the next step |
@@ -14,7 +14,8 @@ is dropped, and the envelope of an upload has to name the round and attempt of t
 | the step ... | what happens |
 |---|---|
 | has `cohort.buffer-size` uploads | the server takes it, without waiting for the other sites |
-| has fewer, and no request is open | the attempt is below the quorum: its uploads are discarded, and it is repeated |
+| has fewer, and no request is open | the attempt is below the quorum: its uploads are discarded, and the step is
+  repeated |
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class BufferedAttempt(RoundAttempt):
     def iter_uploads(self, reception: Reception, deadline: float) -> Iterator[AcceptedUpload]:
         """Yield accepted uploads as they arrive, until the buffer is full or no request is open.
 
-        Sites are polled one at a time, the longest-waiting first: a reply that the SuperLink has delivered must be
-        read in this step, so none is fetched that the step has no place for.
+        Sites are polled one at a time, the longest-waiting first: the SuperLink delivers a reply only once, so none is
+        fetched while the step has no room for it.
         """
         flight = self.flight
         self.expires.update({ctx.client: time.monotonic() + deadline for ctx in self.newly_asked})

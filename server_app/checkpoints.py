@@ -43,9 +43,9 @@ def require_new(folder: Path) -> None:
         unbegun = "" if begun or not process_exit.is_dead(folder) else " that ended before any site was contacted"
         mend = "remove the folder to use its name again, or choose another" if unbegun else "choose another"
         resume = "" if unbegun else ", or set run.resume = true"
-        raise StateError(f"run folder {folder}: expected a new one, found a run{unbegun}; {mend} run.name{resume}")
+        raise StateError(f"run folder {folder}: it already contains a run{unbegun}; {mend} run.name{resume}")
     if folder.is_dir() and any(file.name != process_exit.LOCK for file in folder.iterdir()):
-        raise StateError(f"run folder {folder}: expected an empty one, found other files; choose another run.name")
+        raise StateError(f"run folder {folder}: it is not empty; choose another run.name")
 
 
 def require_resumable(folder: Path) -> None:
@@ -61,16 +61,16 @@ def require_resumable(folder: Path) -> None:
     if messages:
         last = max(int(message["round"]) for message in messages)
         raise StateError(
-            f"run.resume: expected {CHECKPOINT} in {folder}, found none, although sites took part up to round "
-            f"{last + 1} ({disclosure_ledger.NAME}); restore it from a backup, or start a new run with another "
-            "run.name: the sites' ledgers keep what this run cost"
+            f"run.resume: {CHECKPOINT} is missing in {folder}, although sites took part up to round "
+            f"{last + 1} ({disclosure_ledger.NAME}); restore it from a backup, or start a new run under another "
+            "run.name. The sites' ledgers keep the charges of this run"
         )
     if not any((folder / name).exists() for name in ("id", "status.json")):
-        raise StateError(f"run.resume: expected a run in {folder}, found none; start the run without it")
+        raise StateError(f"run.resume: there is no run in {folder} to resume; start the run without it")
 
 
 def repair_folder(folder: Path) -> dict[str, Any]:
-    """Repair a folder after a crash. Return why the previous process ended, and the torn lines it left behind."""
+    """Repair a folder after a crash. Return how the previous process ended, and the torn lines it left behind."""
     status: dict[str, Any] = {}
     try:
         status = dict(json.loads((folder / "status.json").read_text(encoding="utf-8")))
@@ -90,7 +90,7 @@ def repair_folder(folder: Path) -> dict[str, Any]:
 def newest_checkpoint(folder: Path) -> tuple[FederatedState, str]:
     """Return the state in the last readable checkpoint, and a warning if it is not the newest checkpoint.
 
-    An unreadable checkpoint is set aside. Sites allow a server to go back one round.
+    An unreadable checkpoint is moved aside. Sites permit a server to go back one round.
 
     Raises:
         StateError: no checkpoint is readable.
@@ -101,7 +101,7 @@ def newest_checkpoint(folder: Path) -> tuple[FederatedState, str]:
         try:
             state = load_state(folder / BEFORE)
         except StateError as second:
-            raise StateError(f"{error}; the one before it cannot be read either ({second}): start a new run") from None
+            raise StateError(f"{error}; nor can the one before it be read ({second}): start a new run") from None
         if (folder / CHECKPOINT).exists():
             (folder / CHECKPOINT).replace(folder / _DAMAGED)
         return state, f"went back to the checkpoint before the last one: {error}"
@@ -121,7 +121,7 @@ def keep_best(folder: Path, best: int | None, now: int) -> None:
         last = folder / CHECKPOINT if (folder / CHECKPOINT).exists() else folder / BEFORE
         atomic_files.link_atomic(last, best_file(folder, now))
     elif best not in file_by_round:
-        raise StateError(f"{best_file(folder, best)}: expected the best round's checkpoint, found none; {_WITHOUT}")
+        raise StateError(f"{best_file(folder, best)}: the best round's checkpoint is missing; {_WITHOUT}")
     earlier = max((round_ for round_ in file_by_round if round_ < best), default=None) if best == now else None
     for round_, file in file_by_round.items():
         if round_ not in (best, earlier):
@@ -141,7 +141,7 @@ def best_state(folder: Path, round_: int) -> FederatedState:
         raise StateError(f"{error}; {_WITHOUT}") from None
     scalars, loop = (cast("dict[str, Any]", saved.scalars[key]) for key in ("server", "loop"))
     if loop["round"] != round_:
-        raise StateError(f"{best_file(folder, round_)}: expected round {round_}, found {loop['round']}; {_WITHOUT}")
+        raise StateError(f"{best_file(folder, round_)}: it is of round {loop['round']}, not {round_}; {_WITHOUT}")
     return replace(saved, scalars=scalars)
 
 
@@ -154,7 +154,7 @@ def read_id(folder: Path) -> str:
     """Return the run's id. Raises StateError if its file is damaged; a resume rewrites it from the checkpoint."""
     if not _is_id(folder):
         raise StateError(
-            f"{folder / 'id'}: expected the run's id, found nothing or other text; resume the run: run.resume=true"
+            f"{folder / 'id'}: the run's id is missing or damaged; resume the run to rewrite it: run.resume=true"
         )
     return (folder / "id").read_text(encoding="utf-8").partition(" ")[0]
 
@@ -176,8 +176,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             rows.append({"round": row["round"], **row})
         except (ValueError, KeyError, TypeError, RecursionError):
             raise StateError(
-                f"{path}, line {number}: expected a JSON object with a round, found {line[:40]!r}; it was damaged: "
-                "repair it, or move the file away to resume without these records"
+                f"{path}, line {number}: this is not a JSON object with a round, but {line[:40]!r}; repair the line, "
+                "or move the file away to resume without these records"
             ) from None
     return rows
 

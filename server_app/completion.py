@@ -45,7 +45,7 @@ class BestRoundTracker:
         """
         if choice and choice.keep and folder is None:
             raise ConfigError(
-                'evaluate.select-model: expected "last" without a run folder, found "best"; give the run a folder'
+                'evaluate.select-model: "best" needs a run folder, and this run has none; give it one, or set "last"'
             )
         self._choice, self._folder = choice, folder
         self.done, self.best, self.told = -1, BestEvaluation(), False
@@ -73,7 +73,7 @@ class BestRoundTracker:
         """Count the sites' scores in a round's reports, which are of the model after the previous round that counted.
 
         Call it before `scored` and before the round's checkpoint, because that model's checkpoint may be preserved.
-        The model before round 0 is no candidate. Raises like `keep`.
+        The model before round 0 is not a candidate. Raises like `keep`.
         """
         if self._choice is None or not self._choice.by_sites or self.done < 0:
             return
@@ -150,7 +150,7 @@ def failure_reason(error: BaseException, folder: Path) -> str:
         chain.append(link)
         link = link.__cause__ or link.__context__
     if any(isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT) for each in chain):
-        reason += "; the server's disk is full: free space"
+        reason += "; the server's disk is full: free some disk space"
     elif _SERVER_ERROR.search(reason):  # from the SuperLink, whose own log has the cause
         full = process_exit.describe_full_disk(folder, Path.cwd())
         reason += f"; {full}" if full else "; the SuperLink's log (logs/superlink.log in its state folder) says why"

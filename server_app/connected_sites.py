@@ -50,7 +50,7 @@ def connected_sites(grid: Grid) -> dict[str, int]:
             raise ConfigError(f'site name: expected at most 64 letters, digits, "_", "." or "-", found {name[:80]!r}')
         if name in node_ids:
             raise ConfigError(
-                f"site name: expected each name once, found two nodes called {name}; register one under another name"
+                f"site name: two nodes are called {name}, but each name may occur only once; register one under another"
             )
         node_ids[name] = node.node_id
     return dict(sorted(node_ids.items()))
@@ -61,7 +61,7 @@ def _simulated(nodes: Sequence[NodeInfo]) -> bool:
 
 
 def sites_out(attempt: RoundRecord) -> dict[str, str]:
-    """Return, by site, why the site can no longer take part in this run: its ledger would refuse every later round too.
+    """Return, by site, why it can no longer take part in this run: its ledger would also refuse every later round.
 
     A policy may permit a later round, for example at another hour, so it does not count here.
     """
@@ -84,7 +84,7 @@ def wait_for(
     while len(sites := {name: node for name, node in connected_sites(grid).items() if name not in out}) < count:
         if time.monotonic() > end:
             raise QuorumError(
-                f"cohort: expected {count} connected sites within {seconds:g} s, found {len(sites)} "
+                f"cohort: {count} sites must connect within {seconds:g} s, but only {len(sites)} did "
                 f"({', '.join(sites)}); start the missing sites or lower {because}"
             )
         time.sleep(_POLL_SECONDS)
@@ -130,8 +130,8 @@ def await_quorum(
         if now > end:
             why = f"in the last attempt: {before.reasons}" if before else f"{drawn} of them would be drawn"
             raise QuorumError(
-                f"round {round_ + 1}: expected at least {quorum} sites that take part within "
-                f"{cohort.wait_seconds:g} s, found {willing} (connected: {', '.join(there) or 'none'}; {why}); "
+                f"round {round_ + 1}: at least {quorum} sites must take part within "
+                f"{cohort.wait_seconds:g} s, but only {willing} do (connected: {', '.join(there) or 'none'}; {why}); "
                 f"{suggest_remedy(before, out)}"
             )
         if folder and willing != last_willing:
@@ -165,4 +165,4 @@ def suggest_remedy(before: RoundRecord | None, out: Mapping[str, str] | None = N
     named[_NAMED:] = [f"and {len(named) - _NAMED} more"] * (len(named) > _NAMED)
     mended = _POLICY in refused.values() or any(why.startswith(_BROKEN) for why in failed.values())
     step = "correct it and submit again, or resume; " * mended
-    return f"out of this run: {'; '.join(named)}; {step}see the sites' logs, or lower cohort.min-sites"
+    return f"no longer in this run: {'; '.join(named)}; {step}see the sites' logs, or lower cohort.min-sites"

@@ -38,11 +38,9 @@ class ServerDistillation:
     def __init__(self, proxy: TextGeneration, model: TextGeneration, rows: Rows, rng: RandomStream) -> None:
         for task, has_cells in ((proxy, True), (model, False)):
             if not isinstance(task.adapter, PrefixAdapter) or (task.adapter.cells > 0) != has_cells:
-                raise ConfigError(
-                    f"adapter: expected a prefix {'with' if has_cells else 'without'} cells, found a different one"
-                )
+                raise ConfigError(f"adapter: it must be a prefix {'with' if has_cells else 'without'} cells")
         if not rows:
-            raise TaskError("task.server-data: expected at least one example to distill on, found none; add examples")
+            raise TaskError("task.server-data: distillation needs at least one example, found none; add examples")
         self._proxy, self._model, self._rows, self._rng = proxy, model, rows, rng
 
     def distil(self, weights: Weights, steps: int, learning_rate: float) -> Weights:
@@ -60,7 +58,7 @@ class ServerDistillation:
             order = order[size:]
             loss = self.loss(batch)
             if not math.isfinite(loss.item()):
-                raise TaskError(f"distil_rate: expected a finite loss, found {loss.item()} at step {step}; lower it")
+                raise TaskError(f"distil_rate: the loss is {loss.item()} at step {step}, not finite; lower it")
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
             optimiser.zero_grad()

@@ -15,12 +15,12 @@ If scores make a decision, these examples decide:
 |---|---|---|---|
 | has a validation split | any | that split | VALIDATION |
 | has none | above 0 | test examples that are held out; see `validation_split` | VALIDATION |
-| has none | 0 | the test split, so its scores are better than on new data; the log and the record say so | "server" |
+| has none | 0 | the test split, so its scores are better than on new data, as log and record state | "server" |
 | is not set | above 0 | training examples that the sites hold out and report a loss for | SITES |
 | is not set | 0 | refused | |
 
-The server's own data cost no privacy: the server has the models anyway. Sites report as for evaluate.held-out: only
-with their policy's permission, never under a guarantee or with masked uploads. A site scores the model that it
+The server's own data cost no privacy, because the server has the models anyway. Sites report as for evaluate.held-out:
+only with their policy's permission, and never under a guarantee or with masked uploads. A site scores the model that it
 receives, so the last round's model has no such score and is never selected.
 """
 
@@ -159,30 +159,28 @@ class ModelSelection:
         if not _what_decides(asked):
             if asked.min_delta:
                 raise ConfigError(
-                    f"evaluate.min-delta: expected 0 without evaluate.patience, found {asked.min_delta:g}; set both"
+                    f"evaluate.min-delta: {asked.min_delta:g} has no effect without evaluate.patience; set both"
                 )
             if asked.validation_share:
                 raise ConfigError(
-                    f'{KEY}: expected 0 unless scores decide (evaluate.select-model = "best" or evaluate.patience), '
-                    f"found {asked.validation_share:g}; leave it out, or set one of them"
+                    f"{KEY}: it is {asked.validation_share:g}, but no score decides anything; leave it out, or set "
+                    'evaluate.select-model = "best" or evaluate.patience'
                 )
             return None
         why = _what_decides(asked)
         if not config.task.evaluation:
             if not asked.validation_share:
                 raise ConfigError(
-                    f"task.evaluation: expected the server's test data with {why}, found none; name a folder, or set "
+                    f"task.evaluation: {why} needs the server's test data, and none is named; name a folder, or set "
                     f"{KEY}, with which each site holds out examples"
                 )
             _check_by_sites(config, method)
         elif not asked.every:
-            raise ConfigError(
-                f"evaluate.every: expected 1 or more with {why}, found 0, which evaluates only the last round"
-            )
+            raise ConfigError(f"evaluate.every: with {why} it must be at least 1; 0 evaluates only the last round")
         if metrics[name].generated and asked.generate != "always":
             raise ConfigError(
-                f'evaluate.generate: expected "always" with evaluate.metric = "{name}", which scores generated '
-                f'texts, found "{asked.generate}"; set it, or choose another metric'
+                f'evaluate.generate: evaluate.metric = "{name}" scores generated texts, so this must be "always", not '
+                f'"{asked.generate}"; set it, or choose another metric'
             )
         by_sites = not config.task.evaluation
         least = config.cohort.min_sites
@@ -286,8 +284,8 @@ class BestEvaluation:
             return self
         if self.split != split and (self.round is not None or self.waited):
             raise StateError(
-                f"task.evaluation: expected the {self.split} split to decide, as in earlier rounds, found that the "
-                f"{split} split would; restore the folder's validation split as it was, and resume"
+                f"task.evaluation: earlier rounds were scored on the {self.split} split, but now the {split} split "
+                "would decide; restore the folder's validation split as it was, and resume"
             )
         now = server_scores[choice.name]
         if not math.isfinite(now):
@@ -304,20 +302,20 @@ class BestEvaluation:
     def after_sites(self, choice: ModelSelection, round_: int, scores: SiteScores) -> tuple[BestEvaluation, str]:
         """Return the best evaluation after a round that these sites scored, and what to log; "" for nothing.
 
-        Two rounds are compared over the sites that both have, with the row counts of the best one, so that a site that
-        is missing changes no mean:
+        Two rounds are compared over the sites that both have, with the best round's numbers of examples, so that a
+        missing site does not change any mean:
 
-        | the sites that both have | what happens |
+        | sites that both rounds have | what happens |
         |---|---|
-        | at least cohort.min-sites, and half of the best round's, or all of both | the better round is the best |
-        | fewer, and the newer round has more sites than the best | the newer round replaces it, whatever it scored |
+        | at least cohort.min-sites and half of the best round's sites, or all of both | the better round is the best |
+        | fewer, and the newer round has more sites than the best | the newer round is the best, without a comparison |
         | fewer otherwise | the newer round has no score |
         """
         old, best, newer = self.by_sites, self.round, ", ".join(scores.sites)
         if not scores.sites:
             return self, (
-                "the model has no score: no site reported one; the sites' logs and the reports say why (max-scores in "
-                "their policies)"
+                "the model has no score, because no site reported one; the sites' logs and the reports say why "
+                "(max-scores in their policies)"
             )
         if best is None:
             first = self.after(choice, round_, {SITES: {choice.name: scores.loss}})
@@ -331,7 +329,7 @@ class BestEvaluation:
             )
         if not is_enough:
             return self, (
-                f"the model has no score: the sites {newer} reported scores, and {', '.join(old.sites)} did for the "
+                f"the model has no score: the sites {newer} reported scores, but {', '.join(old.sites)} did for the "
                 f"best model, that of round {best + 1}"
             )
         before, now = old.mean_over(common, old), scores.mean_over(common, old)
@@ -379,8 +377,8 @@ def _check_by_sites(config: RunConfig, method: Method) -> None:
             )
     if reason := method.site_score_conflict:
         raise ConfigError(
-            f"method.name: expected a method whose sites start from the server's model with {why}, found "
-            f'"{config.method.name}", which {reason}; name the server\'s test data (task.evaluation)'
+            f"method.name: with {why}, sites must start from the server's model, but "
+            f'"{config.method.name}" {reason}; name the server\'s test data (task.evaluation)'
         )
 
 

@@ -99,7 +99,7 @@ class MethodStrategy(Strategy):
             QuorumError: there are too few sites, or too few accepted uploads in every attempt at a round.
         """
         if evaluate_config:
-            raise ConfigError("evaluate_config: expected none (there is no evaluate exchange), found one; leave it out")
+            raise ConfigError("evaluate_config: there is no evaluate exchange to configure; leave it out")
         self._initialise(initial_arrays)
         result = Result()
 
@@ -158,13 +158,11 @@ class MethodStrategy(Strategy):
     ) -> Iterable[Message]:
         """Return the messages of one round (Flower counts from 1). The first call takes its weights from `arrays`."""
         if self.rounds.settings.secure.enabled:
-            raise ConfigError(
-                "secure.enabled: expected false if the caller runs the rounds, found true; call start() instead"
-            )
+            raise ConfigError("secure.enabled: it must be false if the caller runs the rounds; call start() instead")
         if self.cohort.buffer_size:
             raise ConfigError(
-                "cohort.buffer-size: expected 0 if the caller runs the rounds, each of which waits for its sites, "
-                f"found {self.cohort.buffer_size}; call start() instead"
+                "cohort.buffer-size: it must be 0 if the caller runs the rounds, because each of them waits for its "
+                f"sites, but it is {self.cohort.buffer_size}; call start() instead"
             )
         if not self._initialised:
             self._initialise(arrays)
@@ -181,10 +179,7 @@ class MethodStrategy(Strategy):
         The caller's loop has read them with Flower's own classes, without the checks in server_app/reception.py.
         """
         if self._open is None:
-            raise ConfigError(
-                "aggregate_train: expected an earlier call to configure_train for the same round, found none; "
-                "call that first"
-            )
+            raise ConfigError("aggregate_train: configure_train was not called for this round; call that first")
         (attempt, nodes), self._open, started = self._open, None, time.monotonic()
         if not self.rounds.record_attempt(attempt.run(attempt.iter_given_uploads(replies, nodes)), started):
             return None, None

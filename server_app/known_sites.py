@@ -39,7 +39,7 @@ class KnownSitesStore:
         try:
             write_atomic(self.folder / NAME, write_checksummed(known))
         except OSError as error:
-            raise StateError(f"{self.folder / NAME}: expected to write it, found {error}; free space") from error
+            raise StateError(f"{self.folder / NAME}: cannot be written: {error}; free some disk space") from error
         self._saved = known
 
     def load(self, coordinator: SecAggCoordinator) -> None:
@@ -53,6 +53,6 @@ class KnownSitesStore:
             coordinator.restore_sites(known["expelled"], known["signers"], known["prekeys"])
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise StateError(
-                f"{file}: expected the run's expelled sites and key owners, found none that can be read "
-                f"({error}); restore it, or move it away so that expelled sites may take part again"
+                f"{file}: cannot read the run's expelled sites and key owners ({error}); restore the file, or move it "
+                "away so that expelled sites may take part again"
             ) from None

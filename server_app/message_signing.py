@@ -6,10 +6,10 @@ that is revoked in the middle of a run no longer counts.
 
 | the environment | result |
 |---|---|
-| names neither file | no instruction is signed, and signatures in replies are ignored; the run's log says so |
+| names neither file | no instruction is signed, and signatures in replies are ignored, as the run's log states |
 | names only one of them | ConfigError before any site is asked |
-| names a key that others can read, a list that others can write, or a file in the wrong format | the same |
-| names a bundle digest that differs from the SuperLink's | the same: the server signs only for the code that it runs |
+| names a key that others can read, a list that others can write, or a malformed file | ConfigError, likewise |
+| names a bundle digest that differs from the SuperLink's | ConfigError: the server signs only for code that it runs |
 
 | a site in the list | its instruction | its reply |
 |---|---|---|
@@ -64,7 +64,7 @@ class SignerFile:
             with self._file.open("rb") as file:
                 about = os.fstat(file.fileno())
                 if other := paths.find_other_writer(self._file, about):
-                    raise StateError(f"{self._file}: expected keys that only this user can change, but {other}")
+                    raise StateError(f"{self._file}: only this user may be able to change the keys, but {other}")
                 stamp = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
                 if self._read is not None and self._read[0] == stamp:
                     return self._read[1]
@@ -74,8 +74,8 @@ class SignerFile:
             signers = SiteSigners.from_json(json.loads(data))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StateError(
-                f"{self._file}: expected the sites' signing keys, found none ({type(error).__name__}: {error}); "
-                "run fedveil members list to write it again"
+                f"{self._file}: cannot read the sites' signing keys ({type(error).__name__}: {error}); "
+                "run fedveil members list to write the file again"
             ) from None
         self._read = (stamp, signers)
         return signers
@@ -113,11 +113,10 @@ class MessageSigner:
             return None
         if not key or not signers:
             missing = SIGNERS_VARIABLE if key else KEY_VARIABLE
-            raise ConfigError(f"{missing}: expected a file, because the other variable names one, found none; set both")
+            raise ConfigError(f"{missing}: it names no file, although the other variable does; set both")
         if (measured := os.environ.get(APP_DIGEST_VARIABLE, "")) != app:
             raise ConfigError(
-                f"app digest: expected the SuperLink to name the bundle that runs here, {measured or 'not measured'}, "
-                f"found {app}"
+                f"app digest: the SuperLink names {app}, but the bundle that runs here is {measured or 'not measured'}"
             )
         private = encrypted_files.read_key_file(
             Path(key), KEY_VARIABLE, "create one with fedveil members renew-instruction-key", "fedveil provision"
@@ -138,7 +137,7 @@ class MessageSigner:
         signer = self._signer_of(signers, site, about.dst_node_id)
         if not signer.signs:
             if signers.required:
-                raise WireError("signature: expected a site whose kit has the instruction keys, found an older kit")
+                raise WireError("signature: the site's kit is too old and lacks the instruction keys")
             return None
         order, upload = records.config_records["order"], records.array_records["fedveil"]
         order["signing-key"] = claims.key_id(signer.signing)
@@ -178,29 +177,27 @@ class MessageSigner:
         if asked is None:
             return {}
         if record is None:
-            raise WireError("signature: expected one made with the site's signing key, found none")
+            raise WireError("signature: the site's signature is missing from the reply")
         signature = claims.read_signature(record, is_instruction=False)
         answer = claims.answer_claims(asked, digests.digest_content([data]), site_log)
         if not claims.is_signed(answer, signer.signing, signature):
-            raise WireError(
-                "signature: expected one over this reply made with the site's signing key, found a different one"
-            )
+            raise WireError("signature: it is not a signature of this reply by the site's signing key")
         return {**answer.as_evidence(), "key": signature["key"], "signature": signature["signature"]}
 
     def _signer_of(self, signers: SiteSigners, site: str, node_id: int) -> SiteSigner:
         """Return a site's entry. Raises WireError unless it is registered with this node."""
         signer = signers.sites.get(site)
         if signers.federation != self._federation:
-            raise WireError("signature: expected the federation that the run started with, found a different one")
+            raise WireError("signature: this is not the federation that the run started with")
         if signer is None or signer.state != "registered":
             state = "not registered" if signer is None else signer.state
-            raise WireError(f"signature: expected a registered site, found one that is {state}")
+            raise WireError(f"signature: the site is not registered: it is {state}")
         if signer.until and datetime.fromisoformat(signer.until) <= datetime.now(UTC):
-            raise WireError(f"signature: expected a valid key, found one whose expiry date was {signer.until[:10]}")
+            raise WireError(f"signature: the site's key expired on {signer.until[:10]}")
         if signer.node != str(node_id):
-            raise WireError(f"signature: expected the node of the registered key, found node {node_id}")
+            raise WireError(f"signature: node {node_id} is not the node of the registered key")
         if signer.signs and not signer.signing:
-            raise WireError("signature: expected a site with a registered signing key, found none")
+            raise WireError("signature: the site has no registered signing key")
         return signer
 
 

@@ -116,10 +116,10 @@ class ObjectReader:
     def _object(self, object_id: str, expected: ObjectType) -> tuple[FlowerObject, bytes]:
         """Return an object and its bytes. Raises WireError unless hash, type and form are as expected."""
         if not flower_objects.is_object_id(object_id):
-            raise WireError("reply: expected the id of an object, found other text")
+            raise WireError("reply: an object's id is malformed")
         content = self._pull(object_id)
         if hashlib.sha256(content).hexdigest() != object_id:
-            raise WireError("reply: expected an object with the hash that names it, found a different hash")
+            raise WireError("reply: an object does not have the hash that names it")
         return flower_objects.parse_object(content, expected, self._slices), content
 
     def _read_slices(self, arrays: list[str]) -> bytearray | mmap:
@@ -127,7 +127,7 @@ class ObjectReader:
         size, chunk = self._read_array(arrays[-1])
         total = (len(arrays) - 1) * chunking.SLICE_BYTES + size
         if total > self._max_bytes:
-            raise WireError(f"reply: expected at most {self._max_bytes} bytes for the run's layout, found {total}")
+            raise WireError(f"reply: its {total} bytes exceed the {self._max_bytes} that the run's layout allows")
         whole = mmap_tensors.allocate(self._folder, total) if self._folder else bytearray(total)
         positions: dict[str, list[int]] = {}
         for position, array in enumerate(arrays):
@@ -161,7 +161,7 @@ class ObjectReader:
         """Write a slice to its positions in the upload. Return the number of bytes written."""
         (size, chunk_id), last = array, -(-len(whole) // chunking.SLICE_BYTES) - 1
         if size != chunking.SLICE_BYTES and positions != [last]:
-            raise WireError(f"reply: expected slices of {chunking.SLICE_BYTES} bytes before the last, found {size}")
+            raise WireError(f"reply: a slice before the last has {size} bytes instead of {chunking.SLICE_BYTES}")
         chunk, _ = self._object(chunk_id, ObjectType.ARRAY_CHUNK)
         if chunk.children:
             raise chunk.fault(ObjectFault.CHILDREN)
@@ -188,6 +188,6 @@ def _require_announced(message: ProtoMessage, announced: ProtoMessage) -> None:
     """Raise WireError unless a message's site, run and instruction match those that the SuperLink has checked."""
     for name in _ANNOUNCED:
         if getattr(message.metadata, name) != getattr(announced.metadata, name):
-            raise WireError(f"reply: expected the {name} that its site announced, found a different one in its object")
+            raise WireError(f"reply: the {name} in its object differs from the one that the site announced")
     if message.HasField("error") != announced.HasField("error") or message.error != announced.error:
-        raise WireError("reply: expected the error that its site announced, found a different one in its object")
+        raise WireError("reply: the error in its object differs from the one that the site announced")

@@ -76,7 +76,7 @@ class PendingSumStore:
             write_atomic(self.folder / _LIST, write_checksummed(content))
         except OSError as error:
             raise StateError(
-                f"{self.folder}: expected to write the round's masked sum, found {error}; free space"
+                f"{self.folder}: cannot write the round's masked sum: {error}; free some disk space"
             ) from error
 
     def load(self, round_: int) -> PendingSum | None:
@@ -90,7 +90,7 @@ class PendingSumStore:
                 return None
             data = (self.folder / _TOTAL).read_bytes()
             if hashlib.sha256(data).hexdigest() != content["total"]:
-                raise WireError(f"{_TOTAL}: expected the total to match the list's digest, found another")
+                raise WireError(f"{_TOTAL}: the total does not match the list's digest")
             uploads = {site: UploadAttachment.from_bytes(text.encode()) for site, text in content["uploads"].items()}
             turns = {str(site): str(turn) for site, turn in content["turns"].items()}
             scalars = {str(site): {str(k): str(v) for k, v in of.items()} for site, of in content["scalars"].items()}

@@ -7,13 +7,13 @@ decision.
 | message | outcome |
 |---|---|
 | the reply to an open request, from the node that was asked | `ArrivedReply`, or `LostReply` for an error |
-| the same, but reading it fails in any way | `RefusedReply`; the text of an unexpected error is in the server's log |
+| such a reply, but it cannot be read | `RefusedReply`; the text of an unexpected error is in the server's log |
 | an error that the SuperLink itself created for an open request | `LostReply` |
 | an instruction that the SuperLink rejected, or a site that must not be asked (message_signing.py) | `LostReply` |
 | the reply to a signed instruction, without its site's signature | `RefusedReply` |
 | a reply whose objects have not all arrived | none yet; it is read again after 0.5, 1, 2 .. 60 s |
 | not a reply, from another node, or a second reply | dropped; an audit-log line, at most 20 per reception |
-| a reply after `close_requests` | dropped by `close` without a log line: its site was late |
+| a reply after `close_requests` | dropped by `close` without a log line, because its site was merely late |
 
 Only an unresponsive SuperLink (`UnreachableError`) and a stopped run leave this module as exceptions.
 
@@ -85,7 +85,7 @@ class RefusedReply:
     """A reply that the server refuses, because its content is not a valid reply.
 
     Attributes:
-        reason: the field, the expected and the actual value, or the type of an unexpected error.
+        reason: the field and what is wrong with it, or the type of an unexpected error.
         received_bytes: number of slice bytes read so far.
     """
 

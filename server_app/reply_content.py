@@ -37,7 +37,7 @@ class ReplyError:
 def require_records(names: Iterable[str]) -> None:
     """Raise WireError unless a reply has exactly an upload's records."""
     if not {"fedveil"} <= set(names) <= {"fedveil", "log", "signature"}:
-        raise WireError(f"reply: expected the record fedveil, optionally log and signature, found {sorted(names)[:8]}")
+        raise WireError(f"reply: it needs the record fedveil, optionally log and signature, found {sorted(names)[:8]}")
 
 
 def parse_log_head(head: object) -> str:

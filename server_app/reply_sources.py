@@ -10,7 +10,7 @@ imports it.
 | ids per request | 32: with 1, a thousand sites would cause 4,000 requests per second | 1: it returns the reply |
 | after reading or dropping | the SuperLink is asked to remove the objects | nothing: the grid stores no objects |
 
-| the runtime port | result |
+| if the runtime port ... | result |
 |---|---|
 | refuses connections, is slow, or answers 503 or 504 | Flower's client retries without limit |
 | answers a message pull with a different error status | retried, with each id separately |
@@ -208,12 +208,12 @@ class RuntimePortSource:
         """Wait before the next attempt. Raises UnreachableError after 120 s without an answer."""
         if self._answers_otherwise():  # then only this reply fails; otherwise its site could end the run
             self._unanswered_since = None
-            log(WARNING, "the SuperLink cannot tell whether a reply has arrived: %s", error)
+            log(WARNING, "the SuperLink gave an error instead of saying whether a reply has arrived: %s", error)
             return
         now = time.monotonic()
         self._unanswered_since = now if self._unanswered_since is None else self._unanswered_since
         failing = now - self._unanswered_since
-        log(WARNING, "the SuperLink did not say which replies have arrived: %s", error)
+        log(WARNING, "the SuperLink gave an error instead of saying which replies have arrived: %s", error)
         if failing > UNREACHABLE_SECONDS:
             raise self._unreachable(error) from error
         time.sleep(min(0.1 + failing / 4, _UNREACHABLE_PAUSE))
@@ -238,9 +238,9 @@ class RuntimePortSource:
         request = PullObjectRequest(node=self._node, run_id=self._grid.run.run_id, object_id=object_id)
         answer = self._ask_for_object(request)
         if not answer.object_found:
-            raise LostObjectError("reply: expected all of its objects, found one that the SuperLink no longer has")
+            raise LostObjectError("reply: the SuperLink no longer has one of its objects")
         if not answer.object_available:
-            raise IncompleteReplyError("reply: expected all of its objects, found one that has not arrived")
+            raise IncompleteReplyError("reply: one of its objects has not arrived yet")
         return bytes(answer.object_content)
 
     def _ask_for_object(self, request: PullObjectRequest) -> Any:
@@ -313,4 +313,4 @@ def _refuse_long_object(response: Any) -> None:
         return
     length = response.headers.get("content-length", "")
     if length.isdecimal() and int(length) > MAX_OBJECT_RESPONSE_BYTES:
-        raise WireError(f"reply: expected objects of at most {MAX_OBJECT_RESPONSE_BYTES} bytes, found {length[:20]}")
+        raise WireError(f"reply: an object has {length[:20]} bytes, above the limit of {MAX_OBJECT_RESPONSE_BYTES}")

@@ -9,7 +9,7 @@ so it also passes each message to a `MessageRecorder` as it leaves or arrives.
 | loses its client process, its SuperNode or its reply | an explanation instead of Flower's text |
 | loses its worker twice in a client round | "WorkerError: the site's worker ended: out of memory", or another cause |
 | raises | the type of its error; the message stays in the site's log |
-| sends content that the reception, the envelope or the validation refuses | "refused: " + field, expected, found |
+| sends content that the reception, the envelope or the validation refuses | "refused: " + the field and what is wrong |
 | sends content that makes the server's code fail | "refused: " + the error type; its text is in the server's log |
 """
 
@@ -54,11 +54,11 @@ _GRACE_SECONDS = 60.0  # a message outlives its round, so that the round, not Fl
 REASON_CHARACTERS = 300
 _FEWEST_FOR_A_MEDIAN = 3
 _LOST = {  # by Flower's ErrorCode
-    3: "its message was lost before it had fully arrived: the site ended while sending, or the site or the "
-    "SuperLink's state was removed",
+    3: "its message was lost before it had fully arrived: the site ended while it was sending, or the state of the "
+    "site or the SuperLink was removed",
     4: "its reply was lost, or arrived too late",
-    5: "its SuperNode has shown no sign of life for a minute: its machine, its network or the process has failed, "
-    "or its key was revoked or replaced or has expired, which fedveil members list shows",
+    5: "its SuperNode has not been heard for a minute: its machine, its network or the process has failed, "
+    "or its key was revoked, was replaced or has expired, which fedveil members list shows",
     8: "its client process (flwr-clientapp) ended without a message: killed, perhaps for lack of memory; see its log",
 }
 
@@ -299,7 +299,7 @@ class RoundAttempt:
                 self._accept(judged, upload)
                 yield upload
             else:
-                reason = f"upload: expected a norm of at most {most:g} (cohort.max-norm-ratio), found {judged.norm:g}"
+                reason = f"upload: its norm of {judged.norm:g} exceeds {most:g} (cohort.max-norm-ratio)"
                 self._refuse(judged.data, judged.sent, upload.ctx, reason)
 
     def judge_reply(self, reply: ReplyOutcome, ctx: RoundContext) -> AcceptedUpload | None:

@@ -137,7 +137,7 @@ class RoundLoop:
         self._park()
         if lost := loop.get("in_flight"):
             self.folder.notes["in-flight"] = lost
-            log(WARNING, "the restart lost what these sites were training, by round from 0: %s", lost)
+            log(WARNING, "the restart discarded what these sites were training, by round from 0: %s", lost)
         if self._unseen and self._known:
             self._known.load(self._unseen.coordinator)
         self.folder.resume(round_, changes)
@@ -153,14 +153,14 @@ class RoundLoop:
     def _begun(self) -> MessageExchange:
         """Return the method with its layout. Raises ConfigError before `initialise`."""
         if self._exchange is None:
-            raise ConfigError("initial_arrays: not set before the first round; call start() first")
+            raise ConfigError("initial_arrays: they are not set before the first round; call start() first")
         return self._exchange
 
     @property
     def server(self) -> FederatedState:
         """Return the server's state. Raises ConfigError before `initialise`."""
         if self._server is None:
-            raise ConfigError("initial_arrays: not set before the first round; call start() first")
+            raise ConfigError("initial_arrays: they are not set before the first round; call start() first")
         return self._server
 
     def models(self) -> Weights:
@@ -204,8 +204,8 @@ class RoundLoop:
             if is_over:
                 return before
         raise QuorumError(
-            f"round {round_ + 1}: expected at least {quorum} accepted uploads, found "
-            f"{len(before.accepted) if before else 0} in the last of {cohort.max_retries + 1} attempts "
+            f"round {round_ + 1}: at least {quorum} uploads must be accepted, but the last of "
+            f"{cohort.max_retries + 1} attempts had only {len(before.accepted) if before else 0} "
             f"({before.reasons if before else 'none'}); {connected_sites.suggest_remedy(before, self._out)}"
         )
 
@@ -267,7 +267,7 @@ class RoundLoop:
         self._checkpoint(record.round)
         if self._lost > self.settings.cohort.max_retries:
             raise QuorumError(
-                f"round {record.round + 1}: lost, as were the {self._lost - 1} before it "
+                f"round {record.round + 1}: it is lost, like the {self._lost - 1} before it "
                 f"({record.reasons}); {connected_sites.suggest_remedy(record, self._out)}"
             )
 

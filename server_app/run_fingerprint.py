@@ -3,15 +3,15 @@
 The checkpoint contains them all by key: the run config with the method parameters, the method's version, its message
 layout, and the base model's files. The server refuses a resume that changes any of them, except as listed in the table.
 
-| key | at a resume |
+| key | on a resume |
 |---|---|
 | `run.rounds` | may be raised, except with `train.lr-schedule` and `train.warmup-ratio`, whose rates cover all
   rounds |
 | `cohort.wait-seconds`, `cohort.deadline-seconds`, `cohort.max-retries`, `cohort.sites`, `cohort.min-sites` | may
   change |
 | `evaluate.*`, `task.evaluation` | may change: they score the model but do not change it |
-| the same, if scores decide (`evaluate.select-model = "best"` or `evaluate.patience`) | must not change, because
-  scores are compared across rounds; exceptions: `evaluate.patience` and `evaluate.every` |
+| `evaluate.*`, `task.evaluation`, if scores decide (`evaluate.select-model = "best"` or `evaluate.patience`) | must not
+  change, because scores are compared across rounds; exceptions: `evaluate.patience` and `evaluate.every` |
 | `run.dir`, `run.capture-messages`, `run.signature`, `client.worker`, `sinks.*` | may change |
 | every other key | must not change |
 
@@ -80,8 +80,8 @@ def changed_terms(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str
     if refused:
         each = "; ".join(f"{key}: expected {old!r}, found {new!r}" for key, (old, new) in refused.items())
         raise ConfigError(
-            f"run.resume: expected the config that the run started with: {each}; use it again (resume.toml in the run "
-            "folder has it), or start a new run under another run.name"
+            f"run.resume: the config differs from the one that the run started with: {each}; use the original config "
+            "(resume.toml in the run folder), or start a new run under another run.name"
         )
     return changes
 

@@ -81,7 +81,7 @@ class RunFolder:
             self.close = weakref.finalize(self, os.close, process_exit.lock_folder(folder))
         except OSError as error:
             raise StateError(
-                f"run.dir: expected a folder the server can write to, found {folder}: {error.strerror}; name another"
+                f"run.dir: the server cannot write to {folder}: {error.strerror}; name another folder"
             ) from error
         if not resume:
             checkpoints.require_new(folder)  # another process may have been faster

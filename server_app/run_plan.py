@@ -52,8 +52,7 @@ class RunPlan:
         """Resolve a run config. Contacts no node and writes nothing.
 
         Raises:
-            ConfigError, TaskError: the config or its files do not fit; the message names the key, the expected and the
-                actual value.
+            ConfigError, TaskError: the config is invalid, or its files do not match it; the message names the key.
         """
         method = strategies.create_method(config.method.name, config.method.params)
         task = tasks.load_task(config, method.adapter, device)
@@ -84,8 +83,8 @@ class RunPlan:
         model = tasks.load_task(config, method.server_adapter, self.device)
         if not (config.task.server_data and isinstance(task, TextGeneration) and isinstance(model, TextGeneration)):
             raise ConfigError(
-                f"task.server-data: expected a folder with the server's own examples, on which {config.method.name} "
-                f'trains before round 0, found "{config.task.server_data}"; name one, or set distil_steps = 0'
+                f"task.server-data: before round 0, {config.method.name} trains on the server's own examples, for text "
+                f'generation only, found "{config.task.server_data}"; name a folder with them, or set distil_steps = 0'
             )
         with tables.columns_named_by("task.server-data"):
             rows = task.encode(task.examples(Path(config.task.server_data), "train"))

@@ -23,7 +23,7 @@ class RunSettings:
         seed, deterministic: if `deterministic`, every draw depends only on the seed, and replies are added up in the
             order of the sites' names, not in the order of arrival.
         name: name of the run; sites store their private state under it.
-        method: the name by which sites find the method; "" stands for the name of the method's file.
+        method: the name by which sites find the method; "" means the name of the method's file.
         tap: store every message in the run folder.
         limits: the limits of the upload validation.
         secure: whether the server sees individual uploads and, if not, how they are hidden.
@@ -60,9 +60,9 @@ class RunSettings:
         aggregation_rules.check_buffer(exchange, self.cohort, self.aggregate)
         if self.cohort.buffer_size and self.deterministic:
             raise ConfigError(
-                "run.deterministic: expected false with cohort.buffer-size on a server, where the order in which "
-                "uploads arrive decides the result, found true; set it to false, or run in one process "
-                "(fedveil.local), where a simulated clock decides"
+                "run.deterministic: with cohort.buffer-size on a server, the result depends on the order in which "
+                "uploads arrive; set run.deterministic to false, or run in one process (fedveil.local), where a "
+                "simulated clock decides"
             )
 
     @classmethod

@@ -5,7 +5,7 @@
 | is not connected | "not connected" |
 | does not answer in time (default: `SECONDS`) | "no answer within 120 s" |
 | refuses, or fails | its own reason, with Flower's code |
-| sends an answer that is refused | field, expected, found |
+| sends an answer that is refused | the field and what is wrong |
 | sends an answer that makes the server's code fail | the error type; its text is in the server's log |
 """
 
@@ -29,7 +29,7 @@ from fedveil.server_app.reception import ArrivedReply, LostReply, Reception, Ref
 from fedveil.server_app.round_attempt import REASON_CHARACTERS, AttemptTally, DeduplicatedSlices
 from fedveil.wire import statement_envelope
 
-SECONDS = 120.0  # time a site has for an answer that needs no training
+SECONDS = 120.0  # time limit for an answer that needs no training
 _QUESTION = "query.secure"  # Flower's type for a message about keys or shares
 _POLL_SECONDS = 0.1
 

@@ -2,13 +2,13 @@
 
 The parts of secure aggregation that do not depend on Flower are in fedveil/federation/secagg. A prekey is for one
 attempt, and the next prekey comes with the upload; the server asks a site for a key if it has none, so after a restart
-it asks every site. The sites in a sum first sign the list of its sites, unless it is the whole cohort; then they reveal
-their shares.
+it asks every site. The sites in a sum first sign the list of its sites, unless the list is the whole cohort; then they
+reveal their shares.
 
 | a site ... | what happens |
 |---|---|
 | provides no key | it is left out of the cohort; its reason is in the record's `failed` |
-| agreed to a sum in this round before a restart | the same, because it would refuse the round |
+| agreed to a sum in this round before a restart | it is left out too, because it would refuse the round |
 | fails in the round | the server asks for its key again |
 | does not sign the list, or reveals no shares or wrong ones | nothing, as long as enough other sites do |
 | provably lies about shares | the run continues without it |
@@ -114,7 +114,7 @@ class SecureRoundAttempt(RoundAttempt):
         quorum, tally, attempt = self.settings.quorum, self.tally, self.unmasking
         try:
             if len(attempt.uploads) < quorum and not self.is_resumed:
-                raise QuorumError(f"expected at least {quorum} uploads, found {len(attempt.uploads)}")
+                raise QuorumError(f"at least {quorum} uploads are needed, but only {len(attempt.uploads)} arrived")
             if self.server_ctx.entries is not None:
                 self.server_ctx.entries.require_sum(attempt.plan.cohort, attempt.uploads, attempt.plan.least)
             attempt.close()
@@ -245,7 +245,7 @@ class ServerSecAgg:
         return cls(exchange, coordinator, config, claim)
 
     def plan_entries(self, cohort: Sequence[str], ctx: RoundContext) -> EntryTable | None:
-        """Return the table of which site sends which entries in a round, drawn with the server's context for it."""
+        """Return the table that assigns a round's entries to sites, drawn with the server's context for the round."""
         return entry_plan.plan_entries(self.exchange, self.config, cohort, ctx)
 
     def distribute_keys(self, requests: SecAggRequests) -> dict[str, str]:
@@ -359,5 +359,5 @@ def read_roster(path: str) -> dict[str, str]:
         return dict(SigningKeyRoster.from_bytes(Path(path).expanduser().read_bytes()).signing_keys)
     except (OSError, WireError) as error:
         raise ConfigError(
-            f"secure.roster: expected a file written by fedveil members roster, found none at {path} ({error})"
+            f"secure.roster: cannot read {path} ({error}); name a file written by fedveil members roster"
         ) from None

@@ -37,7 +37,7 @@ from fedveil.wire import chunking, envelope, mmap_tensors
 
 
 def check_upload(message: envelope.DecodedMessage, limits: UploadLimits) -> int:
-    """Return an acceptable upload's num_examples. Raises UploadRefused with field, expected and found."""
+    """Return an acceptable upload's num_examples. Raises UploadRefused, naming the field."""
     n = message.num_examples
     if type(n) is not int or not 1 <= n <= limits.max_examples:
         raise UploadRefused(f"num_examples: expected a whole number from 1 to {limits.max_examples}, found {n!r}")
@@ -84,7 +84,7 @@ def _check_finite(name: str, values: Tensor) -> None:
 
 
 def sent_bytes(reply: Message) -> int:
-    """Return the total size of a reply's arrays in bytes, whatever they contain."""
+    """Return the total size of a reply's arrays in bytes, regardless of their content."""
     return sum(len(array.data) for record in reply.content.array_records.values() for array in record.values())
 
 
@@ -98,11 +98,11 @@ def message_bytes(reply: Message, most: int, folder: Path | None) -> Buffer:
     record = reply.content.array_records.get("fedveil", ArrayRecord())
     for array in record.values():
         if array.stype != chunking.STYPE:
-            raise WireError(f"reply: expected arrays of type {chunking.STYPE}, found {array.stype[:40]!r}")
+            raise WireError(f"reply: an array has type {array.stype[:40]!r} instead of {chunking.STYPE}")
     total = sum(len(array.data) for array in record.values())
     if total > most:
-        raise WireError(f"reply: expected at most {most} bytes for the run's layout, found {total}")
+        raise WireError(f"reply: its {total} bytes exceed the {most} that the run's layout allows")
     if len(record) != (count := -(-total // chunking.SLICE_BYTES)):
-        raise WireError(f"reply: expected {count} slices for {total} bytes, found {len(record)}")
+        raise WireError(f"reply: its {total} bytes need {count} slices, but it has {len(record)}")
     parts = (record.pop(name).data for name in chunking.order_slices(list(record)))
     return chunking.fill_slices(mmap_tensors.allocate(folder, total) if folder else bytearray(total), parts)

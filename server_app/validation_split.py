@@ -37,7 +37,7 @@ __all__ = ["KEY", "VALIDATION", "ValidationSplit", "holds_out_test", "mark_held_
 
 KEY = "evaluate.validation-share"
 VALIDATION = "validation"  # name of the split, and of a score view: the server's model on the validation split
-_STREAM = rng.initial_stream(0, "validation share").bytes(32)  # not from run.seed: every run holds out the same
+_STREAM = rng.initial_stream(0, "validation share").bytes(32)  # not from run.seed: equal in every run
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def read_test_split(task: Task, config: RunConfig, data: Path, split: str = "tes
     marks = mark_held_out(examples, config, ids)
     if not 0 < sum(marks) < len(marks):
         raise TaskError(
-            f"{KEY}: expected at least one example of the test split to hold out and one to score, found "
-            f"{sum(marks)} of {len(marks)} to hold out; add examples, or a validation split"
+            f"{KEY}: the test split must have at least one example to hold out and one to score, but "
+            f"{sum(marks)} of {len(marks)} would be held out; add examples, or a validation split"
         )
     test, held = (_select(examples, [i for i, mark in enumerate(marks) if mark == side]) for side in (False, True))
     return ValidationSplit(test, held) if split == "test" else ValidationSplit(held, ())
@@ -133,13 +133,13 @@ def _content(example: Example, inputs: Sequence[str], task: TaskConfig) -> bytes
         return json.dumps(values, sort_keys=True, default=_plain).encode("utf-8", "surrogatepass")
     except (TypeError, ValueError, RecursionError):
         raise TaskError(
-            f"{KEY}: expected texts, numbers, lists or images in {', '.join(values)}, found another kind of value in "
-            f"{example.where}; add a validation split instead"
+            f"{KEY}: only texts, numbers, lists and images in {', '.join(values)} can be held out by content, and "
+            f"{example.where} has another kind of value; add a validation split instead"
         ) from None
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that JSON does not have as one that it has. Raises TypeError for an unknown kind."""
+    """Convert a value that JSON cannot represent to one that it can. Raises TypeError for an unknown kind."""
     if isinstance(value, bytes):
         return hashlib.sha256(value).hexdigest()
     if isinstance(value, np.ndarray | np.generic):

@@ -170,7 +170,7 @@ def test_a_mutated_policy_is_read_or_refused(seed, tmp_path_factory):
     file.write_bytes(fuzz.text(POLICY, random.Random(seed)))
     read = outcome(lambda: site_policy.policy_of_site(SimpleNamespace(policy=file)), PolicyError)
     if isinstance(read, PolicyError):
-        assert str(read).startswith("policy: expected a readable policy file")
+        assert str(read).startswith("policy: the site's policy file")
     else:
         assert read.max_retries >= 0
         assert read.max_rounds is None or read.max_rounds >= 1

@@ -23,11 +23,11 @@ their sum.
 | a value that is not finite | PolicyError |
 | norm, change or drift above max-broadcast-norm, max-broadcast-change, max-broadcast-drift | PolicyError |
 | the first client round in a run | `last` is `first`: change and drift are equal, and both bounds apply |
-| the first client round of a late site | the same: everything that others have learned so far counts |
-| the file or the site's folder is lost | the same: the site recomputes `first`, and no bound gets wider |
+| the first client round of a late site | `last` is `first`: everything that others have learned so far counts |
+| the file or the site's folder is lost | `last` is `first`, which the site recomputes; no bound gets wider |
 | a resumed run, or a different name, round or `is-new` | there is one file per run; nothing else is read |
 | `run.seed` differs from the first client round | `first` stays |
-| tensors or their sizes differ from last time | as in the first client round |
+| tensors or their sizes differ from last time | the site starts over, as in the first client round |
 | tensors that the run does not train | PolicyError |
 | `first` is zero everywhere | no drift; the norm and the change are checked |
 | `last` and everything before it is zero everywhere | the norm and the drift are checked |
@@ -192,8 +192,8 @@ class BroadcastReferenceStore:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = type(error).__name__
         raise StateError(
-            f"{self._file}: expected the record of the weights this site last trained from, with a checksum, found "
-            f"none that can be read ({reason}); restore it from a backup, or stop taking part in this run"
+            f"{self._file}: cannot read the checksummed record of the weights that this site last trained from "
+            f"({reason}); restore it from a backup, or stop taking part in this run"
         )
 
     def save(self, reference: BroadcastReference) -> None:
@@ -253,8 +253,8 @@ class BroadcastGuard(TrainerWrapper):
             reference = BroadcastReference.from_weights(self._initial())
         if not reference.fits(weights):
             raise PolicyError(
-                f"broadcast: expected weights for the {len(reference.first)} tensors that this run trains, found "
-                f"{len(weights)} or others; correct the method"
+                f"broadcast: the weights do not match the {len(reference.first)} tensors that this run trains: found "
+                f"{len(weights)} tensors, or other names or sizes; correct the method"
             )
         change, drift = reference.distances(weights)
         log.info("weights to train from: norm %.6g, change %.6g, drift %.6g", norm, change, drift)

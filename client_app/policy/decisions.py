@@ -1,4 +1,4 @@
-"""All of a site's decisions about a run. Each raises PolicyError, naming the key, the permitted and the actual value.
+"""All of a site's decisions about a run. Each raises PolicyError, naming the key and what the site permits.
 
 | when | decision |
 |---|---|
@@ -210,7 +210,7 @@ def check_broadcast(policy: SitePolicy, norm: float, change: float, drift: float
         if limit is not None and not found <= limit:
             raise PolicyError(
                 f"broadcast: this site permits a {key} of at most {limit:g} (max-broadcast-{key}), found more; start "
-                "from the weights of run.seed and train in smaller steps, or agree on another bound with the site"
+                "from the weights of run.seed and train in smaller steps, or agree with the site on a larger bound"
             )
 
 
@@ -240,10 +240,11 @@ def check_upload(
     site, secure = assignment.site, assignment.config.secure.enabled
     if LOSS in report and not 0 < open_replay_guard(assignment).scores <= load_policy(site).max_scores:
         raise PolicyError(
-            f"{LOSS}: this site permits {load_policy(site).max_scores} per run (max-scores), found more; withheld"
+            f"{LOSS}: this site permits {load_policy(site).max_scores} per run (max-scores), and this would be one "
+            "more; the upload is withheld"
         )
     if secure and num_examples is not None:
-        raise PolicyError("num_examples: expected none with a masked upload, found one; the upload is withheld")
+        raise PolicyError("num_examples: a masked upload must not contain it; the upload is withheld")
     if not site.policy:
         return
     policy = policy_of_site(site)
@@ -262,7 +263,7 @@ def _require_bundle(bundle: VerifiedBundle, policy: SitePolicy) -> None:
              ("app signer", "signers", bundle.signer, policy.signer_keys))  # fmt: skip
     for key, where, found, permitted in asked:
         if permitted is not None and found not in permitted:
-            shown = f'"{found}"' if found else "none that the site's own entry point has verified"
+            shown = f'"{found}"' if found else "none verified by the site's own entry point"
             raise PolicyError(
                 f"{key}: this site permits {permitted}, found {shown}; ask the site to add this bundle to {where} in "
                 "its policy"
@@ -276,22 +277,22 @@ def check_modules(module: str, modules: Mapping[str, str]) -> None:
     """
     if extra := sorted(set(modules) - {module}):
         raise PolicyError(
-            f"task.module: expected no file in the bundle's fedveil/own except task.module's, found {extra[0][:99]}"
-            ".py; remove it"
+            f"task.module: fedveil/own in the bundle may contain only the file of task.module, but also contains "
+            f"{extra[0][:99]}.py; remove it"
         )
     if module and module not in modules:
-        raise PolicyError(f"task.module: expected fedveil/own/{module}.py in the bundle, found none; add it")
+        raise PolicyError(f"task.module: fedveil/own/{module}.py is missing from the bundle; add it")
 
 
 def _require_module(bundle: VerifiedBundle, module: str, permitted: list[str] | None) -> None:
     """Raise PolicyError if the run has an own model whose file the policy does not list."""
     if not module:
         return
-    found = bundle.modules.get(module, "none that the site's own entry point has verified")
+    found = bundle.modules.get(module, "none verified by the site's own entry point")
     if found not in (permitted or []):
         raise PolicyError(
             f'task.module: this site permits {permitted or "no own model"}, found "{module}" with the digest {found}; '
-            "ask the site to review the file and add this digest to modules in its policy"
+            "ask the site to review the file and add its digest to modules in the policy"
         )
 
 
@@ -310,7 +311,7 @@ def _require_bytes(policy: SitePolicy, found: int, where: str) -> None:
 def _require_one(key: str, found: str, permitted: list[str] | None) -> None:
     """Raise PolicyError for a value that is not in the policy's list; None = no restriction."""
     if permitted is not None and found not in permitted:
-        raise PolicyError(f'{key}: this site permits {permitted}, found "{found}"; agree on it with the site')
+        raise PolicyError(f'{key}: this site permits {permitted}, found "{found}"; ask the site to permit it')
 
 
 def _require_rounds(found: int, most: int | None) -> None:

@@ -8,9 +8,9 @@ ledger, and then refuse.
 |---|---|
 | a method that sends the gradient of one batch | train.batch-size examples |
 | noisy steps (dp.clip-norm), with train.max-steps | train.max-steps times train.batch-size |
-| other training, with train.max-steps | twice as many optimizer steps: a method trains at most twice |
-| without train.max-steps | all of the site's examples, a number that the plan does not contain |
-| units (dp.unit-column) | as many rows as the drawn units have, a number that the plan does not contain |
+| other training, with train.max-steps | the examples of twice as many steps, since a method trains at most twice |
+| without train.max-steps | all of the site's examples; the plan does not contain their number |
+| units (dp.unit-column) | all rows of the drawn units; the plan does not contain their number |
 """
 
 from __future__ import annotations

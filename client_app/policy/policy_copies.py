@@ -1,13 +1,13 @@
-"""Keep each policy that a site decided by, under its digest, so that later readers can tell what was in force when.
+"""Keep a copy of each policy under which a site has decided, so that readers can later tell which was in force when.
 
 Each line of the site's audit log about a message that it admitted, refused, sent or withheld names the SHA-256 of the
-policy file. The copies are in the state folder, one
-file per policy: `.policies/<SHA-256>.toml`. They are written before the decision and never change.
+policy file. The copies are in the state folder, one file per policy: `.policies/<SHA-256>.toml`. Each is written before
+the decision and never changes.
 
 | case | result |
 |---|---|
 | the node config names no policy, or the file cannot be read | no copy and no digest; the policy check says why |
-| the same policy again | one copy |
+| the same policy again | the existing copy is kept |
 | the copy cannot be written, for example on a full disk | StateError: the site refuses the message |
 | a copy was changed or truncated | not found: its content no longer has its name's digest |
 """
@@ -41,7 +41,7 @@ def keep_copy(state_dir: Path, policy: str) -> str:
             write_atomic(_path(state_dir, digest), content)
         except OSError as error:
             raise StateError(
-                f"{state_dir / FOLDER}: cannot keep a copy of the policy: {error}; fix that first"
+                f"{state_dir / FOLDER}: cannot keep a copy of the policy: {error}; correct this before the next run"
             ) from None
     return digest
 

@@ -33,7 +33,7 @@ def run_epsilon(assignment: ClientAssignment, delta: float, root: Path | None = 
     except (OSError, subprocess.SubprocessError, ValueError, KeyError) as error:
         reason = (getattr(error, "stderr", "") or type(error).__name__).strip().splitlines()[-1][:200]
         raise PolicyError(
-            f"epsilon: expected a value from the method, found none ({reason}); see the site's log"
+            f"epsilon: the method's epsilon could not be computed ({reason}); see the site's log"
         ) from error
 
 

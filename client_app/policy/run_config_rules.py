@@ -78,7 +78,7 @@ def flatten_permits(table: object) -> object:
     known = set(RunConfig().flat()) - {_FIELDS}
     for key in permits:
         if new := renamed(key):
-            raise ValueError(f"{key[:80]} in [permits]: expected the key's current name, {new}, found its old one")
+            raise ValueError(f"{key[:80]} in [permits]: this is the key's old name; write {new}")
         if key not in known and not key.startswith(f"{_FIELDS}."):
             near = suggest_name(key, known)
             raise ValueError(f"unknown key {key[:80]} in [permits]; {near}expected a run config key, or {_FIELDS}.NAME")

@@ -29,12 +29,11 @@ def check_secagg_demands(
     """Raise PolicyError, naming the run config key, if the run does not meet the policy's demands."""
     if not secure.enabled:
         if required:
-            raise PolicyError("secure.enabled: this site permits only masked uploads, found false; set it to true")
+            raise PolicyError("secure.enabled: this site permits only masked uploads; set it to true")
         return
     if secure.whole_cohort and min_threshold is not None and min_threshold > 1:
         raise PolicyError(
-            f"secure.whole-cohort: this site permits only sums that {min_threshold} sites agree to, found true; set "
-            "it to false"
+            f"secure.whole-cohort: this site permits only sums that {min_threshold} sites agree to; set it to false"
         )
     asked = (
         ("min-sites", secure.min_sites, min_cohort), ("threshold", secure.threshold or None, min_threshold),
@@ -45,6 +44,6 @@ def check_secagg_demands(
             raise PolicyError(f"secure.{key}: this site permits at least {least}, found {value}; raise it")
     if roster and not secure.roster:
         raise PolicyError(
-            f"secure.roster: this site permits {roster}, found none on the server; write one with fedveil members "
-            "roster"
+            f"secure.roster: this site requires the roster {roster}, but the run names none; write one with fedveil "
+            "members roster on the server"
         )

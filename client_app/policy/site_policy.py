@@ -163,13 +163,13 @@ def policy_of_site(site: SiteConfig) -> SitePolicy:
             key = ".".join(map(str, first["loc"]))
             what = f"{key}: {first['msg'].removeprefix('Value error, ')}"
             if misplaced := _own_keys_in_permits(policy):
-                what = f"{misplaced}: expected above the line [permits], found below it; move it up"
+                what = f"{misplaced}: move it above the line [permits]"
             if new := RENAMED_KEYS.get(key):
-                what = f"{key}: expected the key's current name, {new}, found its old one"
+                what = f"{key}: this is the key's old name; write {new}"
         else:
             what = f"not TOML: {error}" if isinstance(error, tomllib.TOMLDecodeError) else type(error).__name__
-        problem = "none" if isinstance(error, OSError) else "an invalid one"
-        says = f"policy: expected a readable policy file, found {problem} ({what}); the site must correct it"
+        problem = "cannot be read" if isinstance(error, OSError) else "is invalid"
+        says = f"policy: the site's policy file {problem} ({what}); the site must correct it"
         raise PolicyError(says) from error
 
 

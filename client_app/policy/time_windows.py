@@ -19,7 +19,7 @@ def is_within_windows(windows: Iterable[str], now: datetime) -> bool:
 def require_hour(windows: Sequence[str] | None, now: datetime) -> None:
     """Raise PolicyError for a time outside all windows; None = no restriction."""
     if windows is not None and not is_within_windows(windows, now):
-        raise PolicyError(f"hours: this site permits {windows}, found {now:%H:%M} at the site; try again then")
+        raise PolicyError(f"hours: this site trains only at {windows}, and it is {now:%H:%M} there; try again then")
 
 
 def _in_one(window: str, minute: int) -> bool:

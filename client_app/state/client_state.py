@@ -15,7 +15,7 @@ If the node config names a key file, states, sketch, keys, secret, ledger and wi
 (fedveil.encrypted_files). The served rounds, the held-out rows and the Flower runs are not encrypted, because they are
 not secret.
 
-The state is never in Flower's `Context.state`, which a restart loses, and silently above about 50 MB.
+The state is never in Flower's `Context.state`, which a restart loses, and which is silently lost above about 50 MB.
 
 Every client round continues from the state after the client round that the instruction names: the last one whose upload
 is in the server's state. So a dead server, a missed quorum or a lost reply has no effect, and a repeated client round
@@ -24,9 +24,9 @@ starts from the same state as the first attempt.
 | the instruction names ... | the client round continues from |
 |---|---|
 | a client round whose state is here | that state; later states are dropped |
-| no client round | nothing, as in the first participation; replay_guard.py ensures that no round begins in two ways |
-| a client round whose state is missing or damaged | nothing, if the server sends everything that a newcomer needs; else
-  StateError, after which the server treats the site as a newcomer |
+| no client round | no state, as in the first participation; replay_guard.py ensures that no round begins in two ways |
+| a client round whose state is missing or damaged | no state, if the server sends everything that a newcomer needs;
+  otherwise StateError, after which the server treats the site as a newcomer |
 
 The site stores three states: after the last client round that an instruction named; after the client round before that,
 for a server that returns to its previous checkpoint; and the newest state.
@@ -74,7 +74,7 @@ def state_folder_of(state_dir: Path, run: str, site: str) -> Path:
     Raises ConfigError for a name that is not a plain file name, or a run name that is reserved.
     """
     if run in NOT_RUNS:
-        raise ConfigError(f"run.name: expected none of {sorted(NOT_RUNS)}, found {run!r}; choose another")
+        raise ConfigError(f"run.name: {run!r} is one of the reserved names {sorted(NOT_RUNS)}; choose another")
     return state_dir.expanduser() / safe_file_name("run.name", run) / safe_file_name("site", site)
 
 
@@ -185,7 +185,9 @@ class ClientStateStore:
             saved_state = State_(state.tensors, {"state": dict(state.scalars), "after": last})
             save_state(saved_state, self._file(turn), self.seal, state_role(self._file(turn)))
         except OSError as error:
-            raise StateError(f"{self._file(turn)}: cannot write the private state: {error}; free space") from error
+            raise StateError(
+                f"{self._file(turn)}: cannot write the private state: {error}; free some disk space"
+            ) from error
 
     def _file(self, turn: str) -> Path:
         return self.folder / f"turn-{turn}.safetensors"
@@ -207,7 +209,7 @@ class ClientStateStore:
         saved_state = load_state(self._file(turn), self.seal, state_role(self._file(turn)))
         scalars, after = saved_state.scalars.get("state"), saved_state.scalars.get("after")
         if not isinstance(scalars, dict) or not isinstance(after, str):
-            raise StateError(f"{self._file(turn)}: expected a private state, found a different kind of file; remove it")
+            raise StateError(f"{self._file(turn)}: this file does not contain a private state; remove it")
         return State_(saved_state.tensors, scalars), after
 
     def secret(self, seed: int, site: str, deterministic: bool) -> bytes:
@@ -225,6 +227,6 @@ class ClientStateStore:
             return verify_checksummed(data)
         except ValueError as error:
             raise StateError(
-                f"{path}: expected this site's secret for the run, found {len(data)} bytes: {error}; restore "
-                "it from a backup, or take no further part in this run"
+                f"{path}: this site's secret for the run is damaged ({len(data)} bytes: {error}); restore it from a "
+                "backup, or take no further part in this run"
             ) from None

@@ -15,7 +15,7 @@ privacy ledger uses neither name: `ledger` is its witness (fedveil.privacy.ledge
 | a copy of the folder, with or without the file | the state folder's ledger counts for the copy too |
 | the folder is not writable, and the node config has no `data-set` | ConfigError, before any charge |
 | the folder is not writable, and the node config has `data-set` | no witness is written: with that name, the site
-  vouches that no other state folder uses this data and no older ledger is restored; each round's log says so |
+  vouches that no other state folder uses this data and no older ledger is restored; each round's log repeats this |
 | a subfolder, a parent folder, or the target of a link in the folder has the mark of another state folder's
   ledger | StateError: the two may have the same rows |
 | links lead out of the folder, or it has too many entries to search | the log says what was not searched |
@@ -189,17 +189,17 @@ class FolderWitness(LedgerWitness):
         scan, sentences = self._scan, list[str]()
         if self.is_absent:
             sentences.append(
-                "it cannot be written, so nothing in it names this site's ledger, and data-set stands for the site's "
-                "word that no other state folder trains on it; mount it writable to have that checked"
+                "it cannot be written, so nothing in it names this site's ledger; by setting data-set, the site has "
+                "stated that no other state folder trains on it. Mount it writable to have that checked"
             )
         if scan.links:
             sentences.append(
-                f"{len(scan.links)} links in it lead to other folders, where another state folder that trains on the "
-                "same rows is not found; name their own folder as this site's data"
+                f"{len(scan.links)} links in it lead to other folders, and another state folder that trains on the "
+                "same rows is not detected there; name the folders themselves as this site's data"
             )
         if not scan.is_whole:
             sentences.append(
-                f"it has more than {MAX_ENTRIES} entries, so not all were searched for others' data folders"
+                f"it has more than {MAX_ENTRIES} entries, so some were not searched for the marks of others' data sets"
             )
         return sentences
 
@@ -232,7 +232,9 @@ class FolderWitness(LedgerWitness):
         try:
             _write(path, {"fedveil-data-set": _VERSION, "id": name, "ledger": asdict(mark)}, is_new=False)
         except OSError as error:
-            raise StateError(f"{path}: cannot write the privacy ledger's witness: {error}; free space") from error
+            raise StateError(
+                f"{path}: cannot write the privacy ledger's witness: {error}; free some disk space"
+            ) from error
 
 
 def shelf_of(state_dir: Path, data: Path, given: str = "") -> Path:
@@ -281,7 +283,7 @@ def remove_shelves(state_dir: Path) -> None:
         if folder.exists():
             shutil.rmtree(folder)
     except OSError as error:
-        raise StateError(f"{folder}: cannot remove prepared examples: {error}; remove the folder") from error
+        raise StateError(f"{folder}: cannot remove the prepared examples: {error}; remove the folder") from error
 
 
 def _folder(data: Path) -> Path:
@@ -307,15 +309,15 @@ def _mark_in(path: Path) -> WitnessMark | None:
 
 def _no_place(folder: Path, found: str) -> ConfigError:
     return ConfigError(
-        f"data-set: expected a name in the node config, or a data folder in which its id can be stored, found neither "
+        f"data-set: the data set's id cannot be stored in its folder, and the node config gives no name "
         f"({found}: {folder}); set data-set in the node config, and never change it"
     )
 
 
 def _no_lock(path: Path, error: OSError) -> StateError:
     return StateError(
-        f"{path}: expected a file that can be locked against other state folders, found {type(error).__name__}: "
-        f"{error}; give the site's user access to it, or move the data to a file system with locks"
+        f"{path}: cannot be locked to keep other state folders out ({type(error).__name__}: {error}); "
+        "give the site's user access to it, or move the data to a file system with locks"
     )
 
 
@@ -334,9 +336,9 @@ def _wait_for_lock(descriptor: int, path: Path) -> None:
     if lock_within(descriptor, _LOCK_SECONDS - _QUIET_SECONDS):
         return
     raise StateError(
-        f"{path}: expected its lock within {_LOCK_SECONDS:g} seconds, found that another process holds it; nothing was "
-        "changed and no example was used: let a charge of another state folder end, or find the process with lslocks "
-        "and end it; then start this round again"
+        f"{path}: another process has held its lock for {_LOCK_SECONDS:g} seconds. Nothing was changed, and no example "
+        "was used. Wait until the other state folder's charge ends, or find the process with lslocks and end it; then "
+        "start this round again"
     )
 
 
@@ -351,14 +353,14 @@ def _read_whole(path: Path) -> dict[str, Any]:
         return _parse(path)
     except PermissionError:
         raise StateError(
-            f"{path}: expected a file that this user can read, found one of another user, so another site trains on "
-            "this data, or this one did as another user; run this site as the file's owner, and the other one no more"
+            f"{path}: belongs to another user, and this user cannot read it: another site trains on this data, or this "
+            "site did so as another user. Run this site as the file's owner, and stop the other one"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         fault = f"none that can be read ({type(error).__name__})"
     raise StateError(
         f"{path}: expected the id of a data set, version {_VERSION}, found {fault}; restore it from a backup: "
-        "without it the privacy spent on its rows is unknown"
+        "without it, the privacy spent on its rows is unknown"
     )
 
 

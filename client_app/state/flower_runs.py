@@ -33,12 +33,12 @@ def check_flower_run(state_dir: Path, flower_run: int, run: str) -> None:
         return
     except (OSError, ValueError, KeyError) as error:
         raise StateError(
-            f"{file}: expected the name of a run with its checksum, found none that can be read "
-            f"({type(error).__name__}); restore it from a backup, or submit a new run"
+            f"{file}: cannot read the name of the run with its checksum ({type(error).__name__}); restore it from a "
+            "backup, or submit a new run"
         ) from None
     if bound != run:
         raise PolicyError(
-            f"run: expected {bound!r}, which this Flower run began with at this site, found {run!r}; submit a new run"
+            f"run: this Flower run began with {bound!r} at this site, but now names {run!r}; submit a new run"
         )
 
 
@@ -52,7 +52,7 @@ def bind_flower_run(state_dir: Path, flower_run: int, run: str) -> None:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomic(file, write_checksummed({"run": run}))
     except OSError as error:
-        raise StateError(f"{file}: cannot be written: {error}; free space") from error
+        raise StateError(f"{file}: cannot be written: {error}; free some disk space") from error
 
 
 def _file_of(state_dir: Path, flower_run: int) -> Path:

@@ -165,8 +165,8 @@ class HeldOutRecord:
             return {str(name): _parse_choice(entry) for name, entry in sets.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise StateError(
-                f"{self.file}: expected the list of examples that this site holds out, found none that can be read "
-                f"({type(error).__name__}); restore it from a backup, or set evaluate.held-out = 0"
+                f"{self.file}: cannot read the list of examples that this site holds out ({type(error).__name__}); "
+                "restore it from a backup, or set evaluate.held-out = 0"
             ) from None
 
     def _write(self, choices: Mapping[str, HeldOutChoice]) -> None:
@@ -180,7 +180,9 @@ class HeldOutRecord:
         try:
             write_atomic(self.file, write_checksummed({"sets": sets}))
         except OSError as error:
-            raise StateError(f"{self.file}: cannot write the held-out examples: {error}; free disk space") from error
+            raise StateError(
+                f"{self.file}: cannot write the list of held-out examples: {error}; free some disk space"
+            ) from error
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

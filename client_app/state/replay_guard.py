@@ -96,11 +96,11 @@ class ReplayGuard:
         """
         if not 0 <= round_ < rounds:
             raise PolicyError(
-                f"round: expected one from 0 to {rounds - 1} (run.rounds), found {round_}; start a new run"
+                f"round: {round_} is not one of the run's rounds, 0 to {rounds - 1} (run.rounds); start a new run"
             )
         state = self._read()
         if state.purged:
-            raise PolicyError("run.name: this site has purged everything it kept for this run; start a new run")
+            raise PolicyError("run.name: this site has purged all its state for this run; start a new run")
         if state.restored:
             raise PolicyError(
                 "run.name: this site restored its record of this run from a backup, so it cannot know which rounds it "
@@ -108,7 +108,7 @@ class ReplayGuard:
             )
         if state.held_out not in (None, held_out):
             raise PolicyError(
-                f"evaluate.held-out: expected {state.held_out:g}, with which this run began at this site, found "
+                f"evaluate.held-out: this run began with {state.held_out:g} at this site, but now asks for "
                 f"{held_out:g}; submit a new run"
             )
         served = [served.number for served in state.rounds]
@@ -119,15 +119,14 @@ class ReplayGuard:
             )
         if served and round_ not in served and round_ < served[-1]:
             raise PolicyError(
-                f"round: expected {served[0]} or a later one, found {round_}: this site does not serve older rounds; "
-                "start "
-                "a new run"
+                f"round: this site has already served round {served[-1]}, and does not serve the older round {round_}; "
+                "start a new run"
             )
         times = state.round(round_).times
         if times >= most:
             raise PolicyError(
-                f"round: this site serves a round at most {most} times, found one more request for round {round_}; "
-                "start a new run, or agree on a larger max-retries with the site"
+                f"round: this site has served round {round_} as often as it permits ({most} times); start a new run, "
+                "or agree with the site on a larger max-retries"
             )
         return times
 
@@ -163,8 +162,8 @@ class ReplayGuard:
             now = state.round(round_)
             if now.message not in ("", message):
                 raise PolicyError(
-                    "round: expected the message and previous client round that this site received before for "
-                    f"round {round_}, found a different message or round; start a new run"
+                    f"round: round {round_} was already served here with a different message or previous client round; "
+                    "start a new run"
                 )
             others = [other for other in state.rounds if other.number != round_]
             served = sorted([*others, replace(now, message=message)], key=lambda other: other.number)
@@ -188,7 +187,7 @@ class ReplayGuard:
         try:
             self._write(kept)
         except OSError as error:
-            raise StateError(f"{self._file}: cannot be written: {error}; free space") from error
+            raise StateError(f"{self._file}: cannot be written: {error}; free some disk space") from error
 
     @property
     def ended(self) -> bool:
@@ -238,8 +237,8 @@ class ReplayGuard:
             # Both of these are written at the end of a client round; served.json is written before the round.
             if (self.folder / RECEIVED).exists() or any(self.folder.glob("turn-*.safetensors")):
                 raise StateError(
-                    f"{self._file}: expected the last rounds that were served, found none beside the run's private "
-                    "state; restore it from a backup, or take no further part in this run"
+                    f"{self._file}: the record of served rounds is missing, although there is private state for the "
+                    "run; restore it from a backup, or take no further part in this run"
                 )
             return _Kept()
         try:
@@ -253,6 +252,6 @@ class ReplayGuard:
             )  # fmt: skip
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StateError(
-                f"{self._file}: expected the last rounds that were served, found none that can be read "
-                f"({type(error).__name__}); restore it from a backup, or take no further part in this run"
+                f"{self._file}: cannot read the record of served rounds ({type(error).__name__}); restore it from a "
+                "backup, or take no further part in this run"
             ) from None

@@ -134,8 +134,8 @@ class WithdrawalRecord:
                 raise ValueError("another key or name")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StateError(
-                f"{self._file}: expected the list of withdrawn units, version {_VERSION}, found none that can be read "
-                f"({type(error).__name__}); restore it from a backup: without it the site cannot leave out their rows"
+                f"{self._file}: cannot read the list of withdrawn units, version {_VERSION} ({type(error).__name__}); "
+                "restore it from a backup: without it, the site cannot leave out their rows"
             ) from None
         return WithdrawnUnits(key, units)
 
@@ -160,7 +160,9 @@ class WithdrawalRecord:
         try:
             write_atomic(self._file, self.seal.closed([write_checksummed(content)], _ROLE))
         except OSError as error:
-            raise StateError(f"{self._file}: cannot write the list of withdrawn units: {error}; free space") from error
+            raise StateError(
+                f"{self._file}: cannot write the list of withdrawn units: {error}; free some disk space"
+            ) from error
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

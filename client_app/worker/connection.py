@@ -129,17 +129,17 @@ class Connection:
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.PERMISSION_DENIED:
                 raise ConfigError(
-                    f"state-dir: expected one SuperNode for site {self.socket.parent.name} here, found process "
-                    f"{self.worker.owner.pid} too; stop it, or give this one another state-dir"
+                    f"state-dir: two SuperNodes use it for site {self.socket.parent.name}, this one and process "
+                    f"{self.worker.owner.pid}; stop the other one, or give this one another state-dir"
                 ) from None
             if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
                 raise WorkerError(
-                    f"worker-memory-mb: expected the worker of another run (process {pid}) to be idle, found it in "
-                    "a client round; wait for that run, or remove the limit"
+                    f"worker-memory-mb: the worker of another run (process {pid}) is in a client round, so its memory "
+                    "cannot be freed; wait for that run, or remove the limit"
                 ) from None
             log.info("worker %s was asked to stop: %s", pid, error.code().name)
         if not self.wait_until_gone(_STOP_SECONDS):
-            raise WorkerError(f"worker {pid}: expected it to end within {_STOP_SECONDS:g} s; kill it")
+            raise WorkerError(f"worker {pid}: it did not end within {_STOP_SECONDS:g} s; kill it")
 
     def wait_until_gone(self, seconds: float) -> bool:
         """Return whether the worker stops listening within `seconds`."""
@@ -154,8 +154,8 @@ class Connection:
 def deadline_reason(seconds: float) -> str:
     """Return the reason for ending a client round at its deadline."""
     return (
-        f"client round: expected an upload within {seconds:g} s, found none; the round was ended because the server "
-        "has stopped waiting: raise cohort.deadline-seconds, or train less"
+        f"client round: it took more than {seconds:g} s and was ended, because the server has stopped waiting for the "
+        "upload; raise cohort.deadline-seconds, or train less"
     )
 
 

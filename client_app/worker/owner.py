@@ -69,7 +69,7 @@ class OwnerProcess:
 def owner_of_this_process() -> OwnerProcess | None:
     """Return the SuperNode that started this client process, or the SuperExec if it runs separately.
 
-    None if this is not a deployment's client process, as in the simulation engine or in a test.
+    None if this is not a deployment's client process, for example in the simulation engine or in a test.
     """
     if Path(sys.argv[0]).name != "flwr-clientapp":
         return None

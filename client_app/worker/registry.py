@@ -91,7 +91,7 @@ class WorkerRegistry:
             with self.turns.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
-            log.warning("%s: cannot append a line: %s; free space", self.turns, error)
+            log.warning("%s: cannot append a line: %s; free some disk space", self.turns, error)
 
     def socket(self, worker: str) -> Path:
         """Return a worker's socket path."""
@@ -213,7 +213,7 @@ class WorkerRegistry:
     def explain_loss(self, connection: Connection, when: str) -> WorkerError:
         """Return why a worker whose connection broke has no upload: the cause of its end if it has ended."""
         worker = connection.worker
-        expected, where = f"worker {worker.pid}: expected an upload, found it", f"its log is {self.log}"
+        expected, where = f"worker {worker.pid}: it sent no upload, and is", f"its log is {self.log}"
         # A killed process closes its sockets one by one, and the listening socket may be the last.
         if not connection.wait_until_gone(_DYING_SECONDS):
             return WorkerError(f"{expected} still running {when}; {where}")
@@ -274,7 +274,7 @@ class WorkerRegistry:
             if time.monotonic() > deadline:
                 started.kill()
                 self.forget(worker)
-                raise WorkerError(f"worker: it is not listening after {_START_SECONDS:g} s; see {self.log}")
+                raise WorkerError(f"worker: it was not listening after {_START_SECONDS:g} s; see {self.log}")
             time.sleep(0.02)
         self.write(card)
         return card

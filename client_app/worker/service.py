@@ -194,16 +194,15 @@ class WorkerService:
     def _belong(self, key: str) -> None:
         """Bind the worker to one run. Raises WorkerError for a client round in a different run."""
         if self._key not in ("", key):
-            raise WorkerError(
-                f"worker: expected a client round of {self._key}, found one of {key}; start another worker"
-            )
+            raise WorkerError(f"worker: this worker belongs to run {self._key}, not {key}; start another worker")
         self._key = key
 
     def _require_memory(self) -> None:
         if self.memory_mb and (used_mb := memory_mb()) > self.memory_mb:
             self.ending.set()
             raise OutOfMemoryError(
-                f"worker-memory-mb: expected at most {self.memory_mb} MB, found {used_mb}; raise it in the node config"
+                f"worker-memory-mb: the worker uses {used_mb} MB, above its limit of {self.memory_mb}; raise the limit "
+                "in the node config"
             )
 
 

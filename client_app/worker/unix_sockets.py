@@ -15,7 +15,7 @@ _SUN_PATH = 100  # sockaddr_un holds 108 bytes on Linux, 104 elsewhere
 
 @contextlib.contextmanager
 def socket_address(path: Path) -> Iterator[str]:
-    """Return a short enough name for the socket; on Linux, a long path is replaced by one through the folder's
+    """Return a name for the socket that is short enough; on Linux, a long path is replaced by one through the folder's
     descriptor.
 
     Raises:
@@ -25,7 +25,7 @@ def socket_address(path: Path) -> Iterator[str]:
         yield str(path)
         return
     if not Path("/proc/self/fd").is_dir():
-        raise WorkerError(f"state-dir: expected a path of at most {_SUN_PATH - 40} bytes, found {path}; choose another")
+        raise WorkerError(f"state-dir: {path} has more than {_SUN_PATH - 40} bytes; choose a shorter path")
     descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}/{path.name}"

@@ -61,7 +61,7 @@ def _note(service: WorkerService, worker: str, last: dict[str, Any]) -> dict[str
         try:
             service.folder.note(worker, now)
         except OSError as error:  # a round may not need the disk, and the older note is nearly the same
-            log.warning("%s: cannot record this worker's memory: %s; free space", service.folder.path, error)
+            log.warning("%s: cannot record this worker's memory: %s; free some disk space", service.folder.path, error)
     return now
 
 

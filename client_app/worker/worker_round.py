@@ -56,7 +56,7 @@ def run_round_in_worker(
         try:
             spool.writelines(message)
         except OSError as error:
-            raise StateError(f"{registry.path}: cannot store the message: {error}; free space") from error
+            raise StateError(f"{registry.path}: cannot store the message: {error}; free some disk space") from error
         for left in reversed(range(_TRIES)):
             try:
                 upload = _run_once(registry, spool, assignment, owner, root, end)

@@ -85,7 +85,7 @@ class Adapter(ABC):
         """Return the tensors trained in a small model, for wire tables and for tests over every method."""
 
     def read(self, model: Any, rng: RandomStream) -> Weights:
-        """Return initial tensors computed by the model that the adapter is attached to; `draw` gets them in `base`."""
+        """Return initial tensors computed by the model that the adapter is attached to; `draw` gets them as `base`."""
         return {}
 
     @abstractmethod
@@ -129,6 +129,6 @@ class Adapter(ABC):
             ConfigError: the adapter does not change weights, or changes a weight that two layers share.
         """
         raise ConfigError(
-            'adapter.kind: expected "lora", "hadamard-lora" or "all", which change the model\'s weights, found '
-            f'"{self.kind}", which is prepended to its tokens; load final/ on top of the base'
+            f'adapter.kind: "{self.kind}" is prepended to the model\'s tokens and does not change its weights, so it '
+            "cannot be merged; load final/ on top of the base"
         )

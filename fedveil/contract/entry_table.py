@@ -68,15 +68,15 @@ class EntryTable(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> EntryTable:
         if bool(self.blocks) == bool(self.seeds) or bool(self.common_seed) != bool(self.seeds):
-            raise ValueError("expected either blocks, or seeds with a common seed")
+            raise ValueError("a table has either blocks, or seeds with a common seed")
         for sites in self.blocks.values():
             if list(sites) != sorted(set(sites)):
-                raise ValueError("expected each site in a block once, sorted")
+                raise ValueError("a block must list each site once, in sorted order")
         for name, slices in self.slices.items():
             ends = [0]
             for first, end, _ in slices:
                 if first >= end or first < ends[-1]:
-                    raise ValueError(f"expected blocks that do not overlap, found two of {sanitize(name, 80)}")
+                    raise ValueError(f"two blocks of {sanitize(name, 80)} overlap")
                 ends.append(end)
         return self
 
@@ -104,13 +104,9 @@ class EntryTable(BaseModel):
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             where = sanitize(".".join(map(str, first["loc"])), 100)
-            raise WireError(
-                f"entries: {where}: expected a table of sites by block, found a different form ({first['type']})"
-            ) from None
+            raise WireError(f"entries: {where}: this is not a table of sites by block ({first['type']})") from None
         if table.to_text() != text:
-            raise WireError(
-                "entries: expected the table's canonical JSON, found a different text; the digests would differ"
-            )
+            raise WireError("entries: this is not the table's canonical JSON, so the digests would differ")
         return table
 
     @cached_property
@@ -131,8 +127,8 @@ class EntryTable(BaseModel):
             if site in sites:
                 if first != ranks:
                     raise WireError(
-                        f"entries: {name}: expected the first ranks at {sanitize(site, 80)}, found {first} to {end - 1}"
-                        f" after {ranks}"
+                        f"entries: {name}: {sanitize(site, 80)} must send the first ranks, but sends {first} to "
+                        f"{end - 1} after {ranks}"
                     )
                 ranks = end
         return ranks
@@ -148,18 +144,18 @@ class EntryTable(BaseModel):
         """
         if least - colluding < 2:
             raise PolicyError(
-                f"entries: expected sums of at least {colluding + 2} sites, of which {colluding} may collude with the "
-                f"server, where not every site sends every entry, found {least}; raise secure.min-sites"
+                f"entries: if sites send different entries and {colluding} may collude with the server, a sum needs at "
+                f"least {colluding + 2} sites, but may have {least}; raise secure.min-sites"
             )
         sites = set(cohort)
         fewest = fewest_senders(len(sites), least, quorum)
         if self.fewest < fewest:
             raise PolicyError(
-                f"entries: expected at least {fewest} of {len(sites)} sites behind each entry, found a table for "
+                f"entries: each entry needs at least {fewest} of the {len(sites)} sites, but the table is for "
                 f"{self.fewest}"
             )
         if self.seeds and self.seeds.keys() != sites:
-            raise PolicyError("entries: expected a seed of each site of the cohort, found seeds of different sites")
+            raise PolicyError("entries: the seeds are not those of the cohort's sites")
         if len(set(self.seeds.values())) > 1:
             raise PolicyError(
                 f"entries: expected one seed for all {len(sites)} sites, found several: with one, all sites get the "
@@ -167,7 +163,7 @@ class EntryTable(BaseModel):
             )
         for block, senders in self.blocks.items():
             if not sites.issuperset(senders):
-                raise PolicyError(f"entries: {block}: expected sites of the cohort, found sites outside it")
+                raise PolicyError(f"entries: {block}: the table names sites outside the cohort")
             if 0 < len(senders) < self.fewest:
                 raise PolicyError(
                     f"entries: {block}: expected none or at least {self.fewest} sites, found {len(senders)}: the sum "
@@ -180,8 +176,8 @@ class EntryTable(BaseModel):
         missing = len(set(cohort) - summed)
         if self.seeds and missing > self.fewest - least:
             raise QuorumError(
-                f"entries: expected at most {self.fewest - least} silent sites, found {missing}: some entries of the "
-                f"sum would be of fewer than {least} sites"
+                f"entries: at most {self.fewest - least} sites may be silent, but {missing} are: some entries of the "
+                f"sum would come from fewer than {least} sites"
             )
         for block, senders in self.blocks.items():
             if 0 < (count := len(summed.intersection(senders))) < least:

@@ -39,7 +39,7 @@ NOT_PERMITTED, TOO_FEW, SPENT, NO_SCORE, NOT_FINITE, OTHER_PART, CHANGED = 1, 2,
 REFUSALS: Final[Mapping[int, str]] = {
     NOT_PERMITTED: "its policy permits no scores of held-out examples (max-scores)",
     TOO_FEW: f"fewer than {LEAST_ROWS} of its examples would be held out; it trains on all of them",
-    SPENT: "it has given as many scores in this run as its policy permits (max-scores)",
+    SPENT: "it has reported as many scores in this run as its policy permits (max-scores)",
     NO_SCORE: "its task cannot compute the loss of single examples",
     NOT_FINITE: "the loss is not finite",
     OTHER_PART: "an earlier run made it hold out a different part of these examples (evaluate.held-out)",
@@ -64,7 +64,7 @@ def find_fault(report: Mapping[str, Any], most: int) -> str:
         known = metrics[REFUSED] in REFUSALS
         return "" if known else f"{REFUSED}: expected one of {sorted(REFUSALS)}, found {metrics[REFUSED]!r}"
     if set(metrics) != {LOSS, ROWS}:
-        return f"{LOSS}: expected together with {ROWS}, or {REFUSED} alone, found {', '.join(metrics)}"
+        return f"{LOSS}: a report has it with {ROWS}, or has {REFUSED} alone; found {', '.join(metrics)}"
     rows = metrics[ROWS]
     if rows != int(rows) or not LEAST_ROWS <= rows <= most:
         return f"{ROWS}: expected a whole number from {LEAST_ROWS} to {most}, found {rows!r}"

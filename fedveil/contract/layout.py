@@ -42,7 +42,7 @@ class WireField:
     def __post_init__(self) -> None:
         if None in self.shape and len(self.most) != len(self.shape):
             raise ValueError(
-                f"{self.name}: expected `most`, the largest shape, next to shape {self.shape}, found {self.most}"
+                f"{self.name}: shape {self.shape} contains None, so it needs `most`, a largest shape, found {self.most}"
             )
 
     @property

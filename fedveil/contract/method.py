@@ -178,7 +178,7 @@ class Method(ABC):
 
         It can if each contribution of kind "weights" is a trained tensor of the server's state under that tensor's
         name, or each contribution is a gradient or a change, and if `server_update` takes uploads of different rounds.
-        The text completes "found METHOD, which ...".
+        The text completes "a method that ...".
         """
         return "does not say what an upload for an earlier server state adds (stale_upload_conflict)"
 
@@ -187,7 +187,7 @@ class Method(ABC):
         """Return why a site cannot score the server's model (`evaluate.validation-share`); "" if it can.
 
         It can if the weights that `client` first trains, or asks the gradient of, are those of the view "server". The
-        text completes "found METHOD, which ...".
+        text completes "METHOD ...".
         """
         return (
             "keeps a part of the model at each site, so a site scores its own model" if self.keeps_private_state else ""

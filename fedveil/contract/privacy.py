@@ -43,7 +43,7 @@ Sampling = Literal["poisson", "disjoint", "fixed"]
 
 
 class Adjacency(StrEnum):
-    """The relation between the two data sets that an epsilon compares. An epsilon without one means nothing.
+    """The relation between the two data sets that an epsilon compares. Without it, an epsilon means nothing.
 
     `ZERO_OUT` compares a record with a record that adds nothing to any sum. Both data sets have the same number of
     records, because every upload states that number.
@@ -58,7 +58,7 @@ class PrivacyBudget:
     """The maximum that one record at a site may be charged.
 
     Attributes:
-        epsilon: no record is charged more than this; infinite if charges are
+        epsilon: no record is charged more than this; infinite if charges are not limited.
         delta: the delta at which epsilon is stated.
         neighbours: the adjacency for which epsilon and delta are stated.
         nominal: an epsilon that the method was given but does not guarantee; None if there is none.
@@ -73,7 +73,7 @@ class PrivacyBudget:
 
     @property
     def asked(self) -> bool:
-        """Return whether the run asks for an epsilon, guaranteed or nominal."""
+        """Return whether the run sets an epsilon, guaranteed or nominal."""
         return self.epsilon < math.inf or self.nominal is not None
 
 
@@ -214,7 +214,7 @@ def check_epsilon(epsilon: float) -> None:
     """Raise ConfigError unless `epsilon` is a finite number above 0."""
     if not 0 < epsilon < math.inf:
         raise ConfigError(
-            f"epsilon: expected a finite number above 0, found {epsilon}; leave it out for a run without one"
+            f"epsilon: expected a finite number above 0, found {epsilon}; for a run without an epsilon, leave it out"
         )
 
 
@@ -228,8 +228,8 @@ def check_sampling(sampling: Sampling, neighbours: Adjacency) -> None:
     """Raise ConfigError for fixed-size batches under zero-out, because no accountant is known for them."""
     if sampling == "fixed" and neighbours is Adjacency.ZERO_OUT:
         raise ConfigError(
-            f'sampling: expected "poisson" or "disjoint" under {neighbours.value}, found "fixed", for which no epsilon '
-            f"is known; use dp.adjacency = {Adjacency.REPLACE_ONE.value}"
+            f'sampling: under {neighbours.value}, no epsilon is known for "fixed"; use "poisson" or "disjoint", or '
+            f"dp.adjacency = {Adjacency.REPLACE_ONE.value}"
         )
 
 
@@ -245,8 +245,8 @@ def check_seeded(budget: PrivacyBudget | None, deterministic: bool) -> None:
     """Raise ConfigError if a deterministic run asks for an epsilon."""
     if deterministic and budget is not None and budget.asked:
         raise ConfigError(
-            "run.deterministic: expected false with an epsilon, found true: seeded noise gives no protection; remove "
-            "one of the two"
+            "run.deterministic: a run with an epsilon cannot be deterministic, because seeded noise gives no "
+            "protection; remove one of the two"
         )
 
 

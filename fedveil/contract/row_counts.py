@@ -59,7 +59,7 @@ def find_fault(report: Mapping[str, Any], most: int) -> str:
     if not counts:
         return ""
     if set(counts) != FIELDS:
-        return f"read_rows: expected together with cut_rows and dropped_rows, found {', '.join(counts)}"
+        return f"read_rows: it must come with cut_rows and dropped_rows; found {', '.join(counts)}"
     for name, value in counts.items():
         if value != int(value) or not 0 <= value <= most:
             return f"{name}: expected a whole number from 0 to {most}, found {value!r}"

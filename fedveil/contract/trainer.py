@@ -114,7 +114,7 @@ def alternating_sets(frozen: Frozen | None) -> Sequence[Weights]:
     """Return the sets that the steps use in turn. Raises ValueError if there are none."""
     sets = [frozen or {}] if frozen is None or isinstance(frozen, Mapping) else list(frozen)
     if not sets:
-        raise ValueError("frozen: expected at least one set of tensors to take turns, found none")
+        raise ValueError("frozen: at least one set of tensors must take turns")
     return sets
 
 
@@ -161,7 +161,7 @@ class PerExampleGradientSource(Protocol):
         """Return gradients with respect to features that depend only on `weights`; `pull` takes one backward pass.
 
         Raises:
-            TaskError: in this task, an example's loss depends on the weights in other ways than through these features.
+            TaskError: in this task, an example's loss depends on the weights not only through these features.
         """
         ...
 
@@ -190,8 +190,8 @@ class Trainer(Protocol):
         `frozen`: boolean masks that broadcast over the spec's tensors. Entries where they are True are returned bit for
         bit; neither a step nor weight decay moves them. With several such sets (at least one), the steps use
         them in turn, one set per step.
-        `penalty`: a term added to the mean loss of every step (once per step, whatever
-        train.gradient-accumulation-steps is). Reported losses do not include it.
+        `penalty`: a term added to the mean loss of every step (once per step, regardless of
+        train.gradient-accumulation-steps). Reported losses do not include it.
         """
         ...
 

@@ -108,22 +108,25 @@ def convert_tags(tags: Sequence[str], scheme: str, entities: frozenset[str]) -> 
         found = _TAG.fullmatch(tag)
         mark, name = (found[1], found[2]) if found else (OUTSIDE, "")
         if tag != OUTSIDE and (found is None or mark not in _MARKS[scheme] or name not in entities):
-            raise TagError(f"a tag at word {number:,} that is none of task.class-names in {_named(scheme)}")
+            raise TagError(f"a tag at word {number:,} that is not in task.class-names for {_named(scheme)}")
         goes_on = mark in ("I", last) and name == before
         if is_open and not goes_on:
-            raise TagError(f"an entity that does not end before word {number:,}, against {_named(scheme)}")
+            raise TagError(f"an entity that does not end before word {number:,}, as required by {_named(scheme)}")
         if scheme == "iob1":
             is_right = mark != "B" or name == before
         else:
             is_right = mark not in ("I", last) or (goes_on and (not last or is_open))
         if not is_right:
-            kind = "a B tag at" if mark == "B" else "a tag that goes on with an entity at"
-            raise TagError(f"{kind} word {number:,}, before which none of its name stands, against {_named(scheme)}")
+            kind = "a B tag" if mark == "B" else "a tag inside an entity"
+            raise TagError(
+                f"{kind} at word {number:,} that does not follow a tag of the same entity, "
+                f"as required by {_named(scheme)}"
+            )
         starts = mark in ("B", alone) or (mark == "I" and not goes_on)
         converted.append(tag if mark == OUTSIDE else f"{'B' if starts else 'I'}-{name}")
         before, is_open = name, bool(last) and mark in "BI"
     if is_open:
-        raise TagError(f"an entity that does not end in the row, against {_named(scheme)}")
+        raise TagError(f"an entity that does not end before the row does, as required by {_named(scheme)}")
     return converted
 
 
@@ -153,12 +156,12 @@ def tag_spans(
         if not 0 <= start < end <= len(text):
             raise TagError(f"span {number:,} that is empty, or not within the {len(text):,} characters of the text")
         if name not in entities:
-            raise TagError(f"span {number:,} with a name that is none of task.class-names")
+            raise TagError(f"span {number:,} with a name that is not in task.class-names")
         inner = text[start:end]
         first, past = end - len(inner.lstrip()), start + len(inner.rstrip())
         trimmed += (first, past) != (start, end)
         if first >= past:
-            raise TagError(f"span {number:,} that has only space")
+            raise TagError(f"span {number:,} that contains only whitespace")
         if first not in starts or past not in ends:
             raise TagError(f"span {number:,} that begins or ends inside a word")
         inside = range(starts[first], ends[past] + 1)

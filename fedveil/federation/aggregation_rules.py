@@ -1,7 +1,7 @@
 """Cohort selection, checks of the aggregation rule, and the bound on one site's weight in a round.
 
 Cohorts are drawn by seeded sampling without replacement, identically in one process and over gRPC.
-`aggregate.*` sets how uploads are combined; `check_rule` and similar functions check that the method and
+`aggregate.*` sets how uploads are combined; `check_rule` and similar functions check that the method and the
 cohort allow it. One site's weight is bounded:
 
     n_k <- min(n_k, s / (1 - s) * sum of the others' n),   s from 1/2 to 1
@@ -139,12 +139,12 @@ def check_secure(secure: SecureConfig, aggregate: AggregateConfig, cohort: Cohor
         if value != expected:
             raise ConfigError(f"{key}: expected {expected!r} with secure.enabled ({why}), found {value!r}")
     if secure.threshold == 1:
-        raise ConfigError("secure.threshold: expected 0, or at least 2 sites that agree to a sum, found 1")
+        raise ConfigError("secure.threshold: 1 site cannot agree to a sum; set 0, or at least 2")
     for key, found in ("threshold", secure.threshold), ("graph-degree", secure.graph_degree):
         if secure.whole_cohort and found:
             raise ConfigError(
-                f"secure.{key}: expected 0 with secure.whole-cohort (an upload agrees to the sum, and no site holds "
-                f"shares), found {found}"
+                f"secure.{key}: expected 0 with secure.whole-cohort, because an upload agrees to the sum and no site "
+                f"holds shares, found {found}"
             )
 
 

@@ -28,7 +28,7 @@ class ClientStateCache(MutableMapping[str, FederatedState | None]):
     it behind.
 
     Args:
-        bound_bytes: limit for all tensors in memory. State beyond the limit goes to a file and stays there.
+        bound_bytes: limit for all tensors in memory. State beyond the limit is written to a file and stays there.
     """
 
     def __init__(self, bound_bytes: int) -> None:
@@ -97,8 +97,8 @@ class ClientStateCache(MutableMapping[str, FederatedState | None]):
             save_state(state, file)
         except OSError as error:
             raise StateError(
-                f"{site}: cannot write its private state to {file}: {error}; free space there, or set TMPDIR to "
-                "another place"
+                f"{site}: cannot write its private state to {file}: {error}; free some disk space there, or set TMPDIR "
+                "to another folder"
             ) from error
         return file
 

@@ -177,8 +177,8 @@ def _finite(message: DecodedMessage) -> Payload:
     for name, norm in message.norms.items():
         if not math.isfinite(norm):
             raise WireError(
-                f"{name}: expected finite values in the broadcast, found NaN or infinity; lower the learning rate, "
-                "or correct the method's params"
+                f"{name}: the broadcast contains NaN or infinity; lower the learning rate, or correct the method's "
+                "params"
             )
     return message.payload
 

@@ -77,7 +77,7 @@ class InProcessFederation:
             cohort.buffer-size.
         discarded: sites whose uploads were too stale for the last round, with their bytes and the reason.
         in_flight: the requests that have not ended, with cohort.buffer-size.
-        private_bytes: memory limit for the sites' private states; the rest goes to temporary files.
+        private_bytes: memory limit for the sites' private states; the rest is written to temporary files.
         private: each site's private state; None for a site that never took part.
     """
 
@@ -284,7 +284,7 @@ class InProcessFederation:
         trainer = self.trainer_for(site, ctx)
         if self.config.dp.unit_column and not isinstance(trainer, UnitTrainer):
             raise ConfigError(
-                f"dp.unit-column: expected a UnitTrainer for every site, found {type(trainer).__name__}; pass a "
+                f"dp.unit-column: every site needs a UnitTrainer, but one has a {type(trainer).__name__}; pass a "
                 "UnitTrainer"
             )
         if self._dp:
@@ -331,7 +331,7 @@ class InProcessFederation:
         """
         if secrets.keys() != {"", *self.sites}:
             known = ", ".join(sorted(secrets.keys() - {""}))
-            raise ConfigError(f"sites: expected those of the checkpoint ({known}), found {', '.join(self.sites)}")
+            raise ConfigError(f"sites: the checkpoint is of {known}, not of {', '.join(self.sites)}")
         self.server, self.participated = server, set(participated)
         self._server_secret = bytes.fromhex(secrets[""])
         self._client_secrets = {site: bytes.fromhex(secrets[site]) for site in self.sites}
@@ -349,6 +349,6 @@ def check_site_seconds(seconds: Mapping[str, float], sites: Iterable[str]) -> No
     known = set(sites)
     for site, value in seconds.items():
         if site not in known:
-            raise ConfigError(f"site_seconds: expected names of sites ({', '.join(sorted(known))}), found {site!r}")
+            raise ConfigError(f"site_seconds: {site!r} is not one of the sites ({', '.join(sorted(known))})")
         if not 0 < value < math.inf:
             raise ConfigError(f"site_seconds: expected a finite number above 0 for {site}, found {value!r}")

@@ -5,12 +5,12 @@ A site trains on the server's state that it received, while the server takes fur
 
 | an upload ... | what happens |
 |---|---|
-| for the current state | is added as it is |
+| for the current state | is added unchanged |
 | for a state at most `cohort.max-staleness` steps older | is added with weight 1 / sqrt(1 + staleness) |
-| for an older state | is discarded, which the records say; the site is asked again after the step |
+| for an older state | is discarded and recorded as such; the site is asked again after the step |
 
 A site has one request at a time, and no site has two uploads in a step. A site is asked for each state at most once,
-unless a step fails: with fewer uploads than it needs, the attempt is repeated from the same state, as a round is, and
+unless a step fails: with fewer uploads than it needs, the attempt is repeated from the same state, like a round, and
 all sites are asked again.
 """
 
@@ -66,7 +66,7 @@ class BufferedExchange(MessageExchange):
 
     @override
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """Return the next state. The context is the current round's, whatever the last upload's round is."""
+        """Return the next state. The context is that of the current round, not of the last upload's round."""
         return super().server_update(server, sums, replace(ctx, round=self.version))
 
 
@@ -94,7 +94,7 @@ class SitesInFlight:
     def ask(self, ctx: RoundContext) -> None:
         """Record a request to the context's site for the current state."""
         if ctx.client in self.contexts:
-            raise ValueError(f"{ctx.client}: expected a site without an open request, found one that was asked")
+            raise ValueError(f"{ctx.client}: this site already has an open request")
         self.contexts[ctx.client] = ctx
 
     def land(self, site: str) -> RoundContext:
@@ -117,4 +117,4 @@ class SitesInFlight:
 
 def describe_discard(staleness: int, most: int) -> str:
     """Return the reason why an upload is discarded."""
-    return f"expected an upload at most {most} server steps old (cohort.max-staleness), found one {staleness} steps old"
+    return f"it is {staleness} server steps old, above the limit of {most} (cohort.max-staleness)"

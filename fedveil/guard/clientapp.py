@@ -8,8 +8,7 @@
         the reply is measured against the policy         here
         the reply is sent                                Flower
 
-Each decision is written to <state-dir>/audit-log.jsonl before it takes effect, and to the server's record
-afterwards.
+Each decision is written to <state-dir>/audit-log.jsonl before it takes effect. The server's record gets it afterwards.
 
 If the policy names neither a digest nor a signer, it admits code that was not reviewed at the site. Such
 code could undo the later steps in this process and read everything that this user can read. `fedveil
@@ -17,9 +16,9 @@ doctor` warns about such a policy.
 
 | case | what happens |
 |---|---|
-| the policy cannot be read, or anything else goes wrong here | refused |
-| an Array in the message would become larger than it came, or the message cannot be decoded (received_message.py) |
-  refused |
+| the policy cannot be read, or any other error occurs here | refused |
+| an Array in the message would become larger than the bytes received, or the message cannot be decoded
+  (received_message.py) | refused |
 | no policy is named | refused, unless the script was written for a site that permits everything |
 | the audit log cannot be written, or its last line is incomplete | refused |
 | the SuperLink names a digest, app or version other than the bundle's own | refused |
@@ -206,10 +205,10 @@ class MessageGuard:
     def _require_bundle(self, site: Any, digest: str, named: tuple[str, str]) -> None:
         """Raise MessageRefused or PolicyError for a wrong bundle. `named`: the digests that the SuperLink gives."""
         if self._require_policy and not site.policy:
-            raise MessageRefused("policy: this site requires a policy, but its node config names none; name one there")
+            raise MessageRefused("policy: this site requires a policy, but its node config names none; set policy")
         if digest != named[0] or named[1] not in ("", digest):
             raise MessageRefused(
-                f"app digest: expected the SuperLink to name {digest}, found {named[0]} and {named[1]}"
+                f"app digest: the SuperLink names {named[0]} and {named[1]}, but the bundle's digest is {digest}"
             )
         self._decisions.check_app_digest(site, digest)
 
@@ -218,7 +217,9 @@ class MessageGuard:
         order, run = assignment.order, assignment.config.run
         # The server appends 8 hex digits to the run's name; this site stores state under that name.
         if run.signature and not re.fullmatch(re.escape(run.name) + r"-[0-9a-f]{8}", order.run):
-            raise MessageRefused(f"run.signature: expected a run named {run.name!r}, found {order.run!r}; set run.name")
+            raise MessageRefused(
+                f"run.signature: it is for a run named {run.name!r}, but this run is {order.run!r}; set run.name"
+            )
         return str(self._signature.verify_signer(run.signature, run.name, digest))
 
     def _installed(self) -> Path | None:
@@ -236,7 +237,7 @@ class MessageGuard:
         run, fab = self._task[2:]
         loaded = get_project_dir(run.fab_id, run.fab_version, fab.hash_str)
         if folder.resolve() != loaded.resolve():
-            raise MessageRefused(f"app: expected the run to name {folder.name}, found {loaded.name}")
+            raise MessageRefused(f"app: Flower would load the folder {loaded.name} instead of {folder.name}")
         self._bundle.require_same(content, folder)
 
     def _measured(self, message: Message) -> Message:
@@ -244,7 +245,7 @@ class MessageGuard:
         parts = reply_check.upload_slices(message.content)
         header, size = self._header.header_of_slices(parts), sum(map(len, parts))
         if self._assignment is None:
-            raise MessageRefused("upload: expected a message admitted before it, found none")
+            raise MessageRefused("upload: no message was admitted before it")
         # The policy may have changed during training, and this decision reads it again.
         self._about["policy"] = self._copies.keep_copy(self._log_file.parent, self._assignment.site.policy)
         self._decisions.check_upload(self._assignment, self._down_bytes, size, header["num_examples"], header["report"])
@@ -262,10 +263,10 @@ class MessageGuard:
         _log_error("this site refuses the run", error)
         self._refusal = _public(error)
         self._try_to_note("refused", error)
-        raise MessageRefused(self._refusal) from None  # Flower logs the raised error with its causes unsanitized
+        raise MessageRefused(self._refusal) from None  # Flower logs the raised error and its causes without sanitizing
 
     def _try_to_note(self, event: str, error: Exception, **more: Any) -> None:
-        """Try to log an event. A refusal stands even if logging fails; the process's log then has the failure."""
+        """Try to log an event. A refusal stands even if logging fails; the process's log then has the error."""
         try:
             self._note(event, reason=sanitize(f"{_kind(error)}: {error}"), **more)
         except Exception as unwritten:
@@ -283,13 +284,13 @@ def _own_records(message: Message) -> Any:
     if missing := [name for name in _RECORDS if name not in records]:
         found = ", ".join(sanitize(name, 80) for name in sorted(map(str, records))[:_SHOWN]) or "none"
         raise MessageRefused(
-            f"message: expected FedVeil's records {' and '.join(_RECORDS)}, found {found}; without {missing[0]}, it "
+            f"message: it lacks FedVeil's records {' and '.join(_RECORDS)} (found {found}); without {missing[0]}, it "
             "belongs to another app, which this site does not run"
         )
     known = {**_RECORDS, **_MORE_RECORDS}
     if strange := [name for name, record in records.items() if known.get(name) != type(record).__name__]:
         raise MessageRefused(
-            f"message: expected only the records {', '.join(known)}, found {sanitize(strange[0], 80)} of type "
+            f"message: it may contain only the records {', '.join(known)}, but has {sanitize(strange[0], 80)} of type "
             f"{type(records[strange[0]]).__name__}, whose size no limit would cover"
         )
     return records

@@ -40,7 +40,7 @@ class ControlLog:
             times = [format_time(last[key]) for key in ("time", "clock") if key in last]
         except (ValueError, TypeError) as error:
             raise StateError(
-                f"{file}, last line: expected a time, found {error}; move the log away and keep it"
+                f"{file}, last line: it has no valid time ({error}); move the log away and keep it"
             ) from None
         self.clock = MonotonicClock(max(times, default=datetime.fromtimestamp(0, UTC)))
         self._monotonic, self._minute, self._refused, self._unsaid = monotonic, monotonic(), 0, 0

@@ -1,9 +1,8 @@
 """Make pushes of message parts idempotent: a repeated part is stored once, and both pushes succeed.
 
-If a connection ends while the answer to a part is in transit, the sender gets no answer and pushes
-the part again. Flower's store expects each part only until it has it, so it refuses the second
-push, and the sender gives up the whole message. For 200 MB in parts of 1.25 MB, one lost answer costs the
-entire message.
+If a connection ends while the answer to a part is in transit, the sender gets no answer and pushes the part again.
+Flower's store accepts each part only once, so it refuses the second push, and the sender gives up on the whole message.
+For 200 MB in parts of 1.25 MB, one lost answer costs the entire message.
 
 | pushed | Flower's behavior | here |
 |---|---|---|
@@ -11,8 +10,8 @@ entire message.
 | again in the same session, within `SECONDS` | refused | "stored", and nothing is stored |
 | again while the first push is still being stored | refused | waits for the first push and gets its answer |
 | again after `SECONDS`, or `MOST` other parts | refused | refused |
-| in another session or for another run | treated by that session's rules | the same |
-| without a session (a SuperNode before sessions) | as in Flower | the same |
+| in another session or for another run | treated by that session's rules | as in Flower |
+| without a session (a SuperNode from before sessions) | accepted or refused by Flower | as in Flower |
 
 `SECONDS` is less than the three minutes after which Flower forgets an idle push session, so a part reported
 as stored is still there. Only a client that knows the session can ask, and it does not learn anything new.

@@ -39,7 +39,7 @@ def module_digests(content: bytes) -> dict[str, str]:
                 continue
             if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}\.py", name) or name.removesuffix(".py") in found:
                 raise PolicyError(
-                    "task.module: expected a single plain Python file in the bundle's fedveil/own, found "
+                    "task.module: fedveil/own in the bundle may contain only plain Python files, each once, but has "
                     f"{sanitize(name, 100)}; remove it"
                 )
             found[name.removesuffix(".py")] = f"sha256:{hashlib.sha256(text).hexdigest()}"
@@ -65,12 +65,9 @@ def require_same(content: bytes, folder: Path) -> None:
         name = path.relative_to(folder).as_posix()
         if path.is_symlink() or (not path.is_dir() and (name not in expected or path.read_bytes() != expected[name])):
             raise PolicyError(
-                f"app: expected only the bundle's own files in {folder.name}, found a different file at {name}; "
-                "remove it"
+                f"app: {folder.name} may contain only the bundle's own files, but {name} is a different one; remove it"
             )
         expected.pop(name, None)
     missing = sorted(name for name in expected if not name.endswith("/"))
     if missing:
-        raise PolicyError(
-            f"app: expected the bundle's own files in {folder.name}, found no {missing[0]}; remove the folder"
-        )
+        raise PolicyError(f"app: the bundle's file {missing[0]} is missing in {folder.name}; remove the folder")

@@ -36,8 +36,8 @@ from fedveil.sanitize import sanitize
 from fedveil.wire import chunking
 
 _WRONG = (
-    "instruction: expected a signature by this federation's instruction key over this message, bundle and run config, "
-    "found an invalid one"
+    "instruction: it has no valid signature by this federation's instruction key over this message, bundle and run "
+    "config"
 )
 
 
@@ -89,7 +89,7 @@ def verify_instruction(
     records = message.content
     if claims.RECORD not in records.config_records:
         if is_required:
-            raise PolicyError("instruction: expected the server's signature, found none")
+            raise PolicyError("instruction: the server's signature is missing")
         return None
     if not site.site:
         raise PolicyError("site: this site pins instruction keys, but its node config has no name; set site there")
@@ -118,10 +118,10 @@ def _claims_of(
     order, upload = records.config_records["order"], records.array_records["fedveil"]
     kind = claims.KINDS.get(message.metadata.message_type)
     if kind is None:
-        raise WireError("instruction: expected a training or secure-aggregation message, found a different type")
+        raise WireError("instruction: it is neither a training nor a secure-aggregation message")
     round_, attempt = order.get("round"), order.get("attempt")
     if not isinstance(round_, int) or not isinstance(attempt, int):  # the claims reject booleans
-        raise WireError("instruction: expected whole numbers as round and attempt, found other values")
+        raise WireError("instruction: round and attempt must be whole numbers")
     settings = dict(records.config_records["config"]) if "config" in records.config_records else {}
     return InstructionClaims(
         federation=federation, flower_run=flower_run, node=str(context.node_id), run=str(order.get("run")),
@@ -152,8 +152,8 @@ def _require_listed_key(private: bytes, file: Path, listed: object) -> None:
     own = claims.key_id(crypto.verifying_key(private).hex())
     if listed != own:
         raise PolicyError(
-            f"signing-key: expected {sanitize(listed, 20)}, which the server lists for this site, found {own} in "
-            f"{file.name}; restore the registered key, or make new ones with fedveil site init --renew "
+            f"signing-key: the server lists {sanitize(listed, 20)} for this site, but {file.name} has {own}; restore "
+            "the registered key, or make new ones with fedveil site init --renew "
             "--renew-signing, which the operator then registers"
         )
 

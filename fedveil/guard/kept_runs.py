@@ -1,18 +1,18 @@
 """Bound the runs, bundles and contexts that a SuperNode keeps.
 
 Flower keeps each run that it has seen, with its bundle of up to 10 MiB, until the SuperNode ends. So a server that
-names a new run in each message fills the site's memory. A run that was dropped is fetched again, with its bundle, when
-its next message arrives.
+names a new run in each message would fill the site's memory. If a run was dropped, it is fetched again, with its
+bundle, when its next message arrives.
 
 Formal guarantees, once `limit_runs` has returned:
-- the SuperNode keeps at most `MAX_RUNS` runs and `MAX_KEPT_BYTES` bytes of bundles, runs and settings, and the runs
-  with a message or an unfinished task;
+- the SuperNode keeps at most `MAX_RUNS` runs and `MAX_KEPT_BYTES` bytes of bundles, runs and settings, not counting the
+  runs with a message or an unfinished task;
 - it keeps no bundle that none of these runs names, and no context of another series.
 
 | run | result |
 |---|---|
 | with a message or an unfinished task | kept: a client process reads it |
-| used least recently, above a limit | dropped; what an app keeps in its context (`context.state`) is lost. FedVeil's
+| least recently used, above a limit | dropped; what an app keeps in its context (`context.state`) is lost. FedVeil's
   own apps keep nothing there |
 | brought by a message that was refused, or whose parts did not arrive | dropped |
 """
@@ -30,7 +30,7 @@ _FINISHED = "finished"
 
 
 def mark_used(state: Any, run_id: int) -> bool:
-    """Make a run the one used last. Return whether the SuperNode has it. `state`: Flower's InMemoryNodeState."""
+    """Mark a run as most recently used. Return whether the SuperNode has it. `state`: Flower's InMemoryNodeState."""
     with state.lock_run_store:
         if run_id not in state.run_store:
             return False
@@ -39,13 +39,13 @@ def mark_used(state: Any, run_id: int) -> bool:
 
 
 def forget_run(state: Any, run_id: int) -> None:
-    """Drop a run without messages and unfinished tasks, and what only this run needs."""
+    """Drop a run that has no messages or unfinished tasks, and everything that only this run needs."""
     if not _is_open(state, run_id):
         _keep_only(state, [kept for kept in _stored_runs(state) if kept != run_id])
 
 
 def limit_runs(state: Any) -> None:
-    """Drop the runs that were used least recently, if there are too many or their bundles are too large."""
+    """Drop the least recently used runs if there are too many or their bundles are too large."""
     kept: list[int] = []
     bundles: set[str] = set()
     size, is_full = 0, False

@@ -8,7 +8,7 @@ module asks the kernel which user owns the other end.
 |---|---|
 | belongs to this process's user or to root | Flower answers |
 | belongs to another user | 403, and the request is not read |
-| is at another address, is already closed, or has no owner known to the kernel | the same |
+| is at another address, is already closed, or has no owner known to the kernel | 403, and the request is not read |
 | belonged to this user or root on an earlier request over the same connection | Flower answers |
 
 A 200 MB message takes hundreds of requests, and the kernel's table has a line for every connection on the machine.

@@ -1,22 +1,22 @@
-"""Bound what a server can make a SuperNode keep: a message's tree, its bundle and its bytes.
+"""Bound what a server can make a SuperNode store: a message's tree, its bundle and its bytes.
 
     receive -> the metadata, require_tree   before Flower logs it, and before the store registers the tree
     get_fab -> require_bundle               before Flower reads pyproject.toml in it
     pull_object -> the sum of bytes         before the next object is pulled
     afterwards -> limit_runs                the runs, bundles and contexts that stay (kept_runs.py)
 
-A refused message is logged, confirmed, so that the server does not send it again, and answered with an error that
-gives the reason. The SuperNode continues. A message whose run or bundle Flower cannot read is refused, too.
+A refused message is logged, confirmed (so that the server does not send it again) and answered with an error that gives
+the reason. The SuperNode continues. A message whose run or bundle Flower cannot read is refused, too.
 
 Formal guarantees, for one message:
-- the SuperNode keeps at most the limit below and the answers to the calls in progress (flower/response_sizes.py);
+- the SuperNode stores at most the limit below and the responses to the calls in progress (flower/response_sizes.py);
 - its tree expands to the tree that was sent (received_tree.py);
 - each text in its metadata has at most `MAX_TEXT` characters, all printable ASCII;
-- if it is refused, or its parts do not arrive, then nothing of a run that it brought stays.
+- if it is refused, or its parts do not arrive, nothing of a run that it brought stays.
 
 | site | limit on a message's bytes |
 |---|---|
-| a policy with `max-bytes-a-round` | that many and `EXTRA_BYTES`, for heads and records |
+| a policy with `max-bytes-a-round` | that many, plus `EXTRA_BYTES` for headers and records |
 | a policy without the key, or no policy | none; the tree bounds the number of objects |
 | a policy that this process cannot read, or that is not TOML | `EXTRA_BYTES`: enough for the guard to refuse and log a
   small message |
@@ -67,7 +67,7 @@ class MessageLimit:
 
 
 def read_limit(node_config: Mapping[str, Any]) -> MessageLimit:
-    """Return the limit that follows from the site's policy at this moment."""
+    """Return the limit that the site's policy sets at this moment."""
     path = str(node_config.get("policy", ""))
     if not path:
         return MessageLimit(None, "")
@@ -79,11 +79,11 @@ def read_limit(node_config: Mapping[str, Any]) -> MessageLimit:
         return MessageLimit(None, "")
     if type(limit) is not int or limit < 1:
         return MessageLimit(EXTRA_BYTES, f"{_KEY} in the site's policy is not a positive whole number")
-    return MessageLimit(EXTRA_BYTES + limit, f"{_KEY} is {limit}, and {EXTRA_BYTES} more are for heads and records")
+    return MessageLimit(EXTRA_BYTES + limit, f"{_KEY} is {limit}, plus {EXTRA_BYTES} for headers and records")
 
 
 class MessageIntake:
-    """One call of Flower's `_pull_and_store_message`, with bounds on the server's answers.
+    """One call of Flower's `_pull_and_store_message`, with bounds on the server's responses.
 
     Args:
         given: the arguments of Flower's function.
@@ -122,7 +122,7 @@ class MessageIntake:
             self._message, tree = received
             self._has_run = kept_runs.mark_used(self._given["state"], self._message.metadata.run_id)
             self._require(self._require_metadata)
-            self._limit = read_limit(self._given["node_config"])  # only now: there is a poll many times a second
+            self._limit = read_limit(self._given["node_config"])  # only now: there are many polls a second
             root, max_nodes = self._message.metadata.message_id, max_tree_nodes(self._limit.max_bytes)
             self._require(lambda: require_tree(tree, root, max_nodes, self._given["object_store"]))
         return received
@@ -144,7 +144,7 @@ class MessageIntake:
         return content
 
     def _ask(self, name: str, *args: Any) -> Any:
-        """Call the server, and refuse the message if an answer is too large (flower/response_sizes.py)."""
+        """Call the server, and refuse the message if a response is too large (flower/response_sizes.py)."""
         try:
             return self._given[name](*args)
         except WireError as error:
@@ -154,7 +154,7 @@ class MessageIntake:
             if not retries.is_too_large(error):
                 self._has_call_failed = True
                 raise
-            self._refusal = WireError(f"answer: expected at most {MAX_RESPONSE_BYTES} bytes, found more")
+            self._refusal = WireError(f"answer: it has more than {MAX_RESPONSE_BYTES} bytes")
             raise self._refusal from None
 
     def _limit_runs(self, run_id: int) -> None:
@@ -173,14 +173,14 @@ class MessageIntake:
                 texts[name] = MessageType.QUERY if name == "_message_type" else ""
         if wrong:
             name = sanitize(wrong[0].lstrip("_"), 40)
-            raise WireError(f"message: expected at most {MAX_TEXT} printable ASCII characters in {name}, found others")
+            raise WireError(f"message: {name} is longer than {MAX_TEXT} characters or not printable ASCII")
 
     def _require_bytes(self) -> None:
         limit = self._limit
         with self._lock:
             is_over = limit.max_bytes is not None and self._bytes > limit.max_bytes
         if is_over:
-            raise WireError(f"message: expected at most {limit.max_bytes} bytes, found more: {limit.reason}")
+            raise WireError(f"message: it has more than {limit.max_bytes} bytes: {limit.reason}")
 
     def _require(self, check: Callable[[], None]) -> None:
         """Run a check, and remember the error that it raises."""
@@ -197,10 +197,10 @@ class MessageIntake:
         reason = sanitize(self._refusal, _REASON)
         log(WARNING, "fedveil: refused the server's message %s of run %d: %s", sanitize(message_id, 80), run, reason)
         if not is_object_id(message_id):
-            return None  # Flower would wait for a reply to it for good
+            return None  # otherwise, Flower would wait forever for a reply to it
         try:
             self._given["confirm_message_received"](run, message_id)
-        except (Exception, RunNotRunningException) as error:  # the refusal must go out all the same
+        except (Exception, RunNotRunningException) as error:  # the refusal must be sent all the same
             log(WARNING, "fedveil: the server may send a refused message again: %s", sanitize(error, 200))
         reply = Message(Error(_RAISED, f"WireError: {reason}"), reply_to=self._message)
         flowers = importlib.import_module("flwr.supernode.start_client_internal")

@@ -6,7 +6,7 @@ other callers out of Flower's gRPC port.
 | a key | result |
 |---|---|
 | has at most 8 open calls | each is served |
-| opens a ninth | its OLDEST one ends |
+| opens a ninth | its oldest call is ended |
 | has not sent a body after 15 minutes | that call ends |
 
 When a site's connection drops, its calls stay open until keepalive detects them. A limit that refused the new call

@@ -1,14 +1,14 @@
 """Authorize operators by name and role on Flower's control port, which by itself permits everything to everyone.
 
-An operator sends a token the same way as a login with Flower's own command line (`Authorization: Bearer`).
+An operator sends a token in the same way as after a login with Flower's own command line (`Authorization: Bearer`).
 operators.json contains the token's SHA-256, a role and an expiry date. The check happens before Flower sees any byte of
 the request, and is logged (fedveil/guard/control_log.py):
 
 | role | permissions |
 |---|---|
 | read | list runs and sites, read a run's output |
-| submit | the same, and start and stop runs |
-| members | the same as read, and register and unregister site keys |
+| submit | as for read, and start and stop runs |
+| members | as for read, and register and unregister site keys |
 | admin | all of these |
 
 | other requests to the port | answer |
@@ -116,7 +116,7 @@ class OperatorAccessChecker:
             return (
                 matches[0].name,
                 matches[0].role,
-                f"the expiry date of this operator's token was {matches[0].until:%Y-%m-%d}",
+                f"this operator's token expired on {matches[0].until:%Y-%m-%d}",
             )
         return matches[0].name, matches[0].role, ""
 
@@ -166,10 +166,10 @@ def _operators(content: Any) -> list[_Operator]:
     operators = []
     for name, entry in content["operators"].items():
         if entry["role"] not in ROLES or entry["state"] not in ("active", "revoked"):
-            raise ValueError(f"{name}: expected one of the roles {ROLES} and the state active or revoked")
+            raise ValueError(f"{name}: the role must be one of {ROLES}, and the state active or revoked")
         token = bytes.fromhex(entry["token"])
         if len(token) != 32:
-            raise ValueError(f"{name}: expected a SHA-256 of 64 hex digits")
+            raise ValueError(f"{name}: the token's SHA-256 must be 64 hex digits")
         operators.append(
             _Operator(str(name), entry["role"], token, format_time(entry["until"]), entry["state"] == "active")
         )
@@ -199,7 +199,7 @@ async def _body(receive: Any, most: int) -> tuple[bytes, str]:
         parts.append(message.get("body", b""))
         size += len(parts[-1])
         if size > most:
-            return b"", f"expected at most {most} bytes, found more"
+            return b"", f"the request has more than {most} bytes"
         if not message.get("more_body"):
             return b"".join(parts), ""
 
@@ -232,7 +232,7 @@ def _subject(call: str, body: bytes) -> tuple[dict[str, Any], str]:
     try:
         request.ParseFromString(body)
     except DecodeError:
-        return {}, "expected a request from Flower's command line, found something else"
+        return {}, "this is not a request from Flower's command line"
     if call == "start-run":
         other = sorted({about.name for about, _ in request.ListFields()} - _START_FIELDS)
         why = (

@@ -10,10 +10,11 @@ code that has the key. With `fedveil server start`, both run as one user, so the
 
 | case | result |
 |---|---|
-| the variable is not set, or there is no such file | every bundle runs; the log says so |
+| the variable is not set, or there is no such file | every bundle runs, as the log states |
 | the file cannot be read, is malformed, or can be changed by other users | no bundle runs |
 | the bundle's digest is not in the file | the run fails before anything is installed; its log has the digest |
-| the SuperLink names a digest other than the bundle's own, so that a different folder would be loaded | the same |
+| the SuperLink names a digest other than the bundle's own, so that a different folder would be loaded | the run fails
+  before anything is installed |
 | the files in an installed bundle's folder differ from the bundle's | the run fails before its code is loaded |
 """
 
@@ -45,19 +46,19 @@ def read_digests(file: Path) -> list[str] | None:
     try:
         with file.open("rb") as stream:
             if other := paths.find_other_writer(file, os.fstat(stream.fileno())):
-                raise ConfigError(f"{file}: expected digests that only this user can change, but {other}")
+                raise ConfigError(f"{file}: only this user may be able to change the digests, but {other}")
             data = stream.read(_MOST_BYTES + 1)
         content = tomllib.loads(data.decode("utf-8-sig")) if len(data) <= _MOST_BYTES else {}
         digests = content.get("digests")
         if set(content) != {"digests"} or type(digests) is not list:
-            raise ValueError(f"expected only the key digests, in at most {_MOST_BYTES} bytes")
+            raise ValueError(f"it may contain only the key digests, in at most {_MOST_BYTES} bytes")
         if not all(type(digest) is str and _DIGEST.fullmatch(digest) for digest in digests):
-            raise ValueError("expected digests of 64 hex digits")
+            raise ValueError("each digest must be 64 hex digits")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{file}: expected the digests of the bundles that may run here, found none "
+            f"{file}: cannot read the digests of the bundles that may run here "
             f"({type(error).__name__}: {sanitize(error, 200)}); correct it, or remove it to let every bundle run"
         ) from None
     return list(digests)
@@ -93,8 +94,8 @@ class BundleCheck:
         os.environ[APP_DIGEST_VARIABLE] = digest  # the server signs for this bundle (server_app/message_signing.py)
         if digest != self._named:
             raise PolicyError(
-                f"app digest: expected the SuperLink to name {digest}, found {sanitize(self._named, 80)}; nothing was "
-                "installed"
+                f"app digest: the SuperLink names {sanitize(self._named, 80)}, but the bundle's digest is {digest}; "
+                "nothing was installed"
             )
         if permitted is None:
             logging.getLogger("flwr").info(
@@ -103,7 +104,7 @@ class BundleCheck:
             return self._install(content, *args, **kwargs)
         if digest not in permitted:
             raise PolicyError(
-                f"app digest: expected one of the {len(permitted)} in {self._file}, found {digest}; nothing was "
+                f"app digest: {digest} is not one of the {len(permitted)} in {self._file}; nothing was "
                 "installed. If you know this bundle, add its digest there"
             )
         folder = self._install(content, *args, **kwargs)

@@ -82,7 +82,7 @@ def first_seconds() -> float:
     except ValueError:
         seconds = math.nan
     if not LEAST <= seconds < math.inf:
-        print(f"error: {VARIABLE}: expected {LEAST} seconds or more, found {text[:40]!r}", file=sys.stderr)  # noqa: T201
+        print(f"error: {VARIABLE}: must be {LEAST} seconds or more, found {text[:40]!r}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
     return seconds
 

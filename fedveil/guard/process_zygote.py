@@ -92,7 +92,7 @@ class ProcessZygote:
             os.waitpid(self._pid, 0)
         except (ProcessLookupError, ChildProcessError):
             pass
-        log(WARNING, "the process that forks client processes has ended; each one now starts without a fork")
+        log(WARNING, "the process that forks client processes has ended; from now on, each starts without a fork")
 
 
 def main(guarded: bool = True, require_policy: bool = True, is_image: bool = False) -> None:
@@ -168,7 +168,7 @@ def _load(guarded: bool, require_policy: bool) -> None:
     for name in ("flwr.supernode.cli", *_LOADED):
         importlib.import_module(name)
     if threading.active_count() != 1:
-        sys.exit(f"{CLIENT_APP}: expected no other threads before a fork, found {threading.active_count() - 1}")
+        sys.exit(f"{CLIENT_APP}: no other threads may run before a fork, but {threading.active_count() - 1} do")
     gc.collect()
     gc.freeze()  # memory that a copy never touches stays shared
 

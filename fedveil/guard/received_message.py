@@ -1,12 +1,12 @@
 """Check the objects of a server's message before Flower decodes any of them.
 
 Flower's reader trusts the objects: an Array that names one chunk of 1.3 MB 2,400 times becomes 3.1 GB, and a body of
-nested brackets ends the process, both before the site's policy is consulted. A site refuses such a message, and its
-audit log gets a line.
+nested brackets ends the process, both before the site's policy is consulted. A site refuses such a message and logs
+the refusal in its audit log.
 
 Formal guarantees, for a message that `decode_message` returns:
-- each of its Arrays is one chunk, named once, and so is no larger than the bytes received. Other objects may take 10 to
-  30 times their bytes in memory, as Python objects do;
+- each of its Arrays is one chunk, named once, and so is no larger than the bytes received. Other objects may take up 10
+  to 30 times their size in memory, as Python objects do;
 - if a record names an Array several times, memory holds it once. `max-bytes-a-round` counts it each time.
 
 | object | result |
@@ -88,14 +88,14 @@ def decode_message(
     except Exception as error:  # Flower's parsers read bytes that the server chose
         if not has_come:
             raise
-        raise WireError(f"message: expected objects that Flower decodes, found {sanitize(error, 200)}") from None
+        raise WireError(f"message: Flower cannot decode its objects: {sanitize(error, 200)}") from None
 
 
 def _release(confirm: Callable[[str], None], message_id: str) -> None:
     """Confirm a refused message: Flower's SuperNode keeps its objects in memory until then."""
     try:
         confirm(message_id)
-    except Exception as error:  # gRPC's and requests' errors; the refusal must go out all the same
+    except Exception as error:  # gRPC's and requests' errors; the refusal must be sent all the same
         log(WARNING, "fedveil: the SuperNode keeps the objects of a refused message: %s", sanitize(error, 200))
 
 
@@ -106,6 +106,4 @@ def _check_object(content: bytes) -> None:
     try:
         flower_objects.read_array(flower_objects.parse_object(content, ObjectType.ARRAY, 1))
     except ObjectFormError:
-        raise WireError(
-            "message: expected Arrays of one slice, as FedVeil's server sends them, found another"
-        ) from None
+        raise WireError("message: an Array must consist of one slice, as FedVeil's server sends it") from None

@@ -47,14 +47,14 @@ class WatchedJsonFile(Generic[T]):
                 if self._read is not None and self._read[0] == stamp:
                     return self._read[1]
                 if not stat.S_ISREG(about.st_mode) or about.st_mode & stat.S_IWOTH or about.st_size > _MOST_BYTES:
-                    raise ValueError(f"expected a file of at most {_MOST_BYTES} bytes that is not world-writable")
+                    raise ValueError(f"it must have at most {_MOST_BYTES} bytes and must not be world-writable")
                 content = self._check(json.loads(file.read(_MOST_BYTES + 1)))
         # The last error comes from an unknown key type: a single entry must not give every site an INTERNAL error.
         except (
             OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, UnsupportedAlgorithm,
         ) as error:  # fmt: skip
             raise StateError(
-                f"{self.file}: expected the file made by fedveil provision, found none ({type(error).__name__}: "
+                f"{self.file}: cannot read the file made by fedveil provision ({type(error).__name__}: "
                 f"{error}); restore it from a backup"
             ) from None
         self._read = (stamp, content)
@@ -89,8 +89,8 @@ class MonotonicClock:
 
 
 def format_time(text: Any) -> datetime:
-    """Format a time as in the registry. Raises ValueError for a time without a time zone."""
+    """Parse a time as written in the registry. Raises ValueError for a time without a time zone."""
     moment = datetime.fromisoformat(text)
     if moment.tzinfo is None:
-        raise ValueError(f"expected a time with a time zone, found {text[:40]!r}")
+        raise ValueError(f"a time needs a time zone, found {text[:40]!r}")
     return moment

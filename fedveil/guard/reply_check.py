@@ -7,7 +7,7 @@ into its own reply. It sends nothing else that the bundle produced.
 |---|---|
 | the record "fedveil", cut into slices as in `fedveil.wire.chunking` | the policy limits its bytes |
 | any other array, metric or config record | the reply is withheld; the site's audit log lists names and bytes |
-| an array with a different dtype, shape or kind, or slices of different sizes | the same |
+| an array with a different dtype, shape or kind, or slices of different sizes | the reply is withheld, as above |
 | message type, group, time to live | not sent; the guard's reply has its own values |
 | an error's reason | sent as printable text of at most 500 characters |
 """
@@ -40,14 +40,12 @@ def upload_slices(content: RecordDict) -> list[bytes]:
     """Return the slices of a reply that contains only the upload. Raises PolicyError, without quoting the content."""
     if set(content) != {_UPLOAD} or _UPLOAD not in content.array_records:
         raise PolicyError(
-            f"reply: expected only the record {_UPLOAD}, found {len(content)} records, or one with another name; the "
-            "site's audit log names them"
+            f"reply: it must contain the record {_UPLOAD} and no other, but has {len(content)} records or another "
+            "name; the site's audit log names them"
         )
     record = content.array_records[_UPLOAD]
     if not record or sorted(record) != [chunking.slice_key(i) for i in range(len(record))]:
-        raise PolicyError(
-            "reply: expected slices 0, 1, 2, ..., found different names; send it as fedveil.wire.chunking does"
-        )
+        raise PolicyError("reply: its slices must be named 0, 1, 2, ...; send it as fedveil.wire.chunking does")
     parts = [record[name].data for name in sorted(record)]
     whole = all(len(part) == chunking.SLICE_BYTES for part in parts[:-1]) and 0 < len(parts[-1]) <= chunking.SLICE_BYTES
     plain = all(
@@ -56,8 +54,7 @@ def upload_slices(content: RecordDict) -> list[bytes]:
     )
     if not whole or not plain:
         raise PolicyError(
-            f"reply: expected uint8 slices of {chunking.SLICE_BYTES} bytes each except the last, found different "
-            "sizes or types; "
+            f"reply: its slices must be uint8 and have {chunking.SLICE_BYTES} bytes each, except the last; "
             "send it as fedveil.wire.chunking does"
         )
     return parts

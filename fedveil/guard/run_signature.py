@@ -12,7 +12,7 @@ restrict how often the run may be submitted.
 |---|---|
 | is empty | treats the run as unsigned |
 | is not a signature over this run, name, date and bundle, or has expired | refuses, under every policy |
-| has the format of version 0.1, which covered only the bundle | also refuses |
+| has the format of version 0.1, which covered only the bundle | refuses, under every policy |
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ def verify_signer(text: str, run: str, digest: str, today: date | None = None) -
     match = _FORM.fullmatch(text)
     if not match:
         raise PolicyError(
-            f'run.signature: expected "ssh-ed25519 KEY DATE SIGNATURE", found {sanitize(text, 60)!r}; {_NEXT}'
+            f'run.signature: it must read "ssh-ed25519 KEY DATE SIGNATURE", found {sanitize(text, 60)!r}; {_NEXT}'
         )
     encoded, day, signature = match.groups()
     if day is None:
         raise PolicyError(
-            "run.signature: expected a signature over run name, date and bundle, found one over the bundle only, as "
-            f"made by version 0.1; {_NEXT}"
+            "run.signature: it is a signature over the bundle only, as made by version 0.1, not over run name, date "
+            f"and bundle; {_NEXT}"
         )
     try:
         public, until = serialization.load_ssh_public_key(f"ssh-ed25519 {encoded}".encode()), date.fromisoformat(day)
         if not isinstance(public, Ed25519PublicKey):
-            raise ValueError("another kind of key")
+            raise ValueError("the key is of another kind")
         public.verify(base64.b64decode(signature, validate=True), _signed(run, until, digest))
     except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature) as error:
         raise PolicyError(
-            f"run.signature: expected a signature over run {sanitize(run, 80)!r}, date {day} and bundle "
-            f"{digest}, found an invalid one ({type(error).__name__}); {_NEXT}"
+            f"run.signature: it is not a valid signature over run {sanitize(run, 80)!r}, date {day} and bundle "
+            f"{digest} ({type(error).__name__}); {_NEXT}"
         ) from None
     if (today or datetime.now(UTC).date()) > until:
-        raise PolicyError(f"run.signature: expected a date that has not passed, found {day}; {_NEXT}")
+        raise PolicyError(f"run.signature: it expired on {day}; {_NEXT}")
     return _text(public)
 
 

@@ -22,7 +22,7 @@ def check_signed_time(key: bytes, stamp: str, signature: bytes) -> None:
     """Raise one of ERRORS unless the key (PEM) signed this time within Flower's tolerance of now.
 
     Raises ClockDifferenceError if only the time is wrong: one of the two clocks is wrong, perhaps only briefly. So the
-    site is told, and retries.
+    server tells the site, which retries.
     """
     signed = datetime.fromisoformat(stamp)
     here = now()

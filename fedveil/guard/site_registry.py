@@ -7,7 +7,7 @@ signature.
 |---|---|
 | is registered and has not expired | from Flower |
 | has expired, or was revoked or replaced | its SuperNode ends, and logs the reason at its next start |
-| is not in the registry | the same: a key registered only with Flower does not belong to a member |
+| is not in the registry | as for a revoked key: a key registered only with Flower does not belong to a member |
 | cannot be checked: members.json is missing or broken | its SuperNode retries until the file is repaired |
 """
 
@@ -100,7 +100,7 @@ class SiteKeyChecker:
         if found.state != "registered" or found.until is None:
             return f"this key is {found.state}; {_BOTH if found.state == 'revoked' else _NEXT}"
         if found.until <= self._control.clock.now():
-            return f"the expiry date of this key was {found.until:%Y-%m-%d}; {_NEXT}"
+            return f"this key expired on {found.until:%Y-%m-%d}; {_NEXT}"
         return ""
 
     def _record(self, key: bytes, found: _Entry, why: str) -> None:
@@ -124,7 +124,7 @@ def _entries(content: Any) -> dict[bytes, _Entry]:
         if "key" in entry:
             entries[_read(entry["key"])] = _Entry(site, str(entry["state"]), format_time(entry["until"]))
         elif entry["state"] != "invited":
-            raise ValueError(f"{site}: expected a key, because its state is {entry['state']!r}")
+            raise ValueError(f"{site}: its state is {entry['state']!r}, but it has no key")
     return entries
 
 

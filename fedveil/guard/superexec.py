@@ -4,8 +4,8 @@ It starts only one type of task: ServerApps on a server, ClientApps at a site. F
 including agents, models, connectors and simulations. Their programs are Flower's, so the guard would not see the code
 that they run.
 
-It survives unexpected answers when it asks its SuperLink for the next task. Flower's own ends after most of them, and
-so does every run: for example, the SuperLink answers 500 while its database is locked. This one retries
+It survives unexpected answers when it asks its SuperLink for the next task. Flower's own program exits after most of
+them, and every run ends with it: for example, the SuperLink answers 500 while its database is locked. This one retries
 (flower/retries.py).
 
 A task stays claimed while its program starts, however slowly (flower/task_claims.py).

@@ -200,23 +200,24 @@ def _arguments(given: Sequence[str], line: flower.FlowerRelease) -> tuple[_Guard
     args, rest = parser.parse_known_args(given)
     if args.fedveil_registry is None or args.fedveil_log is None:
         raise ConfigError(
-            "flower-superlink: expected --fedveil-registry FOLDER and --fedveil-log FILE, found "
-            f"{'neither' if args.fedveil_registry is args.fedveil_log else 'only one'}; see docs/deploy/operate.md"
+            "flower-superlink: --fedveil-registry FOLDER and --fedveil-log FILE are needed, but "
+            f"{'both are' if args.fedveil_registry is args.fedveil_log else 'one is'} missing; see "
+            "docs/deploy/operate.md"
         )
     if args.fleet_api_type != "grpc-rere":
         raise ConfigError(
-            f"--fleet-api-type: expected grpc-rere, found {args.fleet_api_type}, which needs no key; leave it out"
+            f"--fleet-api-type: it must be grpc-rere, because {args.fleet_api_type} needs no key; leave it out"
         )
     if "--enable-supernode-auth" not in rest:
         raise ConfigError(
-            "flower-superlink: expected --enable-supernode-auth, found none; without it, sites can impersonate others"
+            "flower-superlink: --enable-supernode-auth is missing; without it, sites can impersonate others"
         )
     fleet = _address(args.fleet_api_address)
     if line.speaks == "gRPC":
         rest += ["--fleet-api-type", "grpc-rere", "--fleet-api-address", args.fleet_api_address]
     elif str(fleet[1]) == _control_port(rest):
         raise ConfigError(
-            f"--fleet-api-address: expected a port other than the control port, found {fleet[1]} for both; the port "
+            f"--fleet-api-address: port {fleet[1]} is also the control port; choose another, because the port "
             "distinguishes operators from sites"
         )
     checked = not args.without_fleet_checks
@@ -227,7 +228,7 @@ def _address(text: str) -> tuple[str, int]:
     """Parse HOST:PORT or [HOST]:PORT. Raises ConfigError."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
-        raise ConfigError(f"--fleet-api-address: expected HOST:PORT, found {text[:80]!r}; write it as 0.0.0.0:9092")
+        raise ConfigError(f"--fleet-api-address: {text[:80]!r} is not HOST:PORT; write it as 0.0.0.0:9092")
     return host.strip("[]"), int(port)
 
 

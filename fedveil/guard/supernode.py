@@ -9,12 +9,12 @@ and 1.42:
 |---|---|---|
 | a run ends while its message's parts are in transit to the site | the message stays, and a client process waits
   for its parts forever | the message, its parts and its task are removed, as after other such failures |
-| a reply that no process is waiting for, for example from that client process once it dies | it is sent instead of the
-  next message's reply. From then on, each reply is one message late, and the server gets nothing from the site before
-  its deadlines | it is sent at the next poll for messages |
+| a reply that no process is waiting for, for example from that client process after it has died | it is sent instead of
+  the next message's reply. From then on, each reply is one message late, and the server gets nothing from the site
+  before its deadlines | it is sent at the next poll for messages |
 | a client process dies between its reply and the reply's parts | the SuperNode waits for them forever, and is
   online | three minutes after the last part, the reply is dropped, as in Flower's server |
-| a client process dies before it has read its message | the message's objects stay in memory for good | they go
+| a client process dies before it has read its message | the message's objects stay in memory forever | they are removed
   with the reply that reports the death |
 | any other error in the loop that polls for messages | the process keeps running, permanently offline | it is logged,
   and the loop continues after 1, 2, 4 .. 60 s, unless the server refuses the site's key |
@@ -180,7 +180,7 @@ class _Messages:
 
 
 def _ending(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `call` to turn the end of the run into an ordinary error: Flower cleans up only after an Exception."""
+    """Wrap `call` to turn the end of the run into an ordinary error; Flower cleans up only after an Exception."""
 
     def asked(*args: Any, **kwargs: Any) -> Any:
         try:

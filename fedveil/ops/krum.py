@@ -5,7 +5,7 @@
 | n | uploads in the round | at least 2 f + 3 |
 | f | `hostile` | uploads that may be arbitrary, at least 1 |
 | m | `best` | number of uploads averaged, at most n - f - 2; 0 means n - f - 2 |
-| V_i | all terms of an upload, as one vector | as they are added, decoded |
+| V_i | all terms of an upload, as one vector | decoded, in the form in which they are added |
 | s(i) | sum of ||V_i - V_j||^2 over the n - f - 2 uploads j nearest to i | |
 
 The m uploads with the smallest s are averaged. Among uploads with equal s, the client name that sorts
@@ -22,7 +22,7 @@ others:
 
 This bounds the distance over all entries together, not for any single entry. Within D, a hostile upload may
 put its whole distance into one entry, where the median would stop it. If examples differ a lot between
-sites, D is large, and an honest site that is unlike the others is left out.
+sites, D is large, and an honest site whose data differ from the others' is left out.
 
 | case | result |
 |---|---|
@@ -33,7 +33,7 @@ sites, D is large, and an honest site that is unlike the others is left out.
 | uploads with different names | ConfigError, for the same reason |
 | weights | not used: a client could claim any weight; `weight`, `examples` and `clear` still report all of them |
 | all uploads equal | the result is that upload, bit for bit |
-| the order of arrival | has no effect at all |
+| the order of arrival | has no effect |
 | memory | all values of the round, plus n blocks in fp64; distances hold n^2 numbers |
 """
 

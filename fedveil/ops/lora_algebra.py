@@ -40,7 +40,7 @@ def factor_modules(names: Iterable[str]) -> list[str]:
     by_side = {side: [n.removesuffix(f".lora_{side}") for n in names if factor_name(n) == side] for side in FACTORS}
     alone = set(by_side["A"]) ^ set(by_side["B"])
     if alone:
-        raise ConfigError(f"{sorted(alone)[0]}: expected both LoRA factors, found one; share the whole adapter")
+        raise ConfigError(f"{sorted(alone)[0]}: expected both LoRA factors, found only one; share the whole adapter")
     return by_side["A"]
 
 

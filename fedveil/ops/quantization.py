@@ -123,7 +123,7 @@ def check_bits(coded: Sequence[QuantizedTensor]) -> None:
     """Raise TaskError if any value was not finite; waits for the device once."""
     largest = [c.scales.amax() for c in coded if len(c.scales)]  # NaN if a value is NaN
     if largest and not torch.isfinite(torch.stack(largest)).all():
-        raise TaskError("weights: expected finite values to quantize, found NaN or infinity; lower the learning rate")
+        raise TaskError("weights: cannot quantize NaN or infinity; lower the learning rate")
 
 
 @cache

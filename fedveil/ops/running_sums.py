@@ -55,7 +55,7 @@ class RunningSums:
         if not weight > 0:
             raise ValueError(f"weight: expected a number above 0, found {weight}")
         if (mask is None) is isinstance(self._weight.get(name), Tensor) and name in self._weight:
-            raise ValueError(f"{name}: expected a mask from every client or from none, found both")
+            raise ValueError(f"{name}: some clients sent a mask and others none; a mask must come from all or none")
         if mask is not None:
             self._fold_masked(name, value, weight, mask)
             return
@@ -96,7 +96,7 @@ class RunningSums:
         """Return the sum of the weights for a name without masks; 0.0 if no client sent the name."""
         weight_sum = self._weight.get(name, 0.0)
         if isinstance(weight_sum, Tensor):
-            raise ValueError(f"{name}: expected a name without masks, found one with a weight for every entry")
+            raise ValueError(f"{name}: its masks give every entry its own weight; a single one was asked for")
         return weight_sum
 
     def mean(self, name: str) -> Float[Tensor, "..."]:

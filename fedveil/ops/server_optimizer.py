@@ -78,8 +78,8 @@ class ServerOptimizer:
             value, plain = getattr(config, key), getattr(ServerConfig(), key)
             if value != plain and key not in _USED[config.optimizer]:
                 raise ConfigError(
-                    f"server.{key.replace('_', '-')}: expected {plain:g} with server.optimizer = "
-                    f'"{config.optimizer}", which does not use it, found {value:g}; leave it out'
+                    f'server.{key.replace("_", "-")}: server.optimizer = "{config.optimizer}" does not use it, so it '
+                    f"must stay {plain:g}, but it is {value:g}; leave it out"
                 )
         if config.optimizer == "none":
             return None

@@ -16,7 +16,7 @@ AISTATS 2022. https://arxiv.org/abs/2106.06639
 
 A contribution of trained weights x_i becomes w^t + s(tau_i) (x_i - start_i), so the weighted mean of the contributions
 is w^t plus the weighted mean of the scaled changes, and a method's own `server_update`, its aggregation rule and a
-server optimizer stay as they are. A contribution of gradients or changes is multiplied by s(tau_i).
+server optimizer are unchanged. A contribution of gradients or changes is multiplied by s(tau_i).
 
 | case | result |
 |---|---|
@@ -98,7 +98,7 @@ def _moved(
     wire_dtype: torch.dtype,
 ) -> Tensor:
     if term.name not in start or term.name not in current:
-        raise ValueError(f"{term.name}: expected a tensor of the server's state, found none; the method has a bug")
+        raise ValueError(f"{term.name}: the server's state has no such tensor; the method has a bug")
     now, value = current[term.name].to(torch.float32), term.value.to(torch.float32)
     before = start[term.name].to(wire_dtype).to(torch.float32) if term.name in movable else now
     return now.add(value - before, alpha=scale)

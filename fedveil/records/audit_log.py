@@ -103,7 +103,7 @@ def append_entry(file: Path, event: str, about: Mapping[str, Any]) -> LogHead:
             still be longer than 8 MiB. The log does not change.
     """
     if _OWN & set(about):
-        raise StateError(f"audit log: expected names other than {sorted(_OWN)}, found {sorted(_OWN & set(about))}")
+        raise StateError(f"audit log: {sorted(_OWN & set(about))} are the log's own names; choose others")
     try:
         paths.private_folder(file.parent)
         about = {_cut(key): _cut(value) for key, value in about.items()}
@@ -112,14 +112,14 @@ def append_entry(file: Path, event: str, about: Mapping[str, Any]) -> LogHead:
             line, head = _new_line(_head(_last(file, log, end)), event, about)
             if len(line) > _LONGEST_LINE:
                 raise StateError(
-                    f"{file}: expected at most {_LONGEST_LINE} bytes per line, found {len(line)}; shorten it"
+                    f"{file}: a line may have at most {_LONGEST_LINE} bytes, but this one has {len(line)}; shorten it"
                 )
             if (written := log.write(line)) != len(line):
                 log.truncate(end)
-                raise StateError(f"{file}: expected {len(line)} bytes to be written, found {written}; free space")
+                raise StateError(f"{file}: only {written} of {len(line)} bytes were written; free some disk space")
             os.fsync(log.fileno())
     except OSError as error:
-        raise StateError(f"{file}: cannot write the audit log: {error}; fix that first") from error
+        raise StateError(f"{file}: cannot write the audit log: {error}; correct this before the next run") from error
     return head
 
 
@@ -200,8 +200,8 @@ def verify_log_files(files: Sequence[Path], anchors: Iterable[LogHead] = ()) -> 
     _require(anchor_by_line, files[0], before)
     if early := [anchor for anchor in anchor_by_line.values() if anchor.lines < before.lines]:
         raise StateError(
-            f"{files[0]}: expected a log that reaches back to line {min(a.lines for a in early)}, as an anchor asks, "
-            f"found one that begins at line {before.lines}; name the earlier files too"
+            f"{files[0]}: an anchor covers line {min(a.lines for a in early)}, but the log begins at line "
+            f"{before.lines}; name the earlier files too"
         )
     head = before
     for file, head in _heads(files, before):
@@ -209,8 +209,8 @@ def verify_log_files(files: Sequence[Path], anchors: Iterable[LogHead] = ()) -> 
     beyond = [anchor for anchor in anchor_by_line.values() if anchor.lines > head.lines]
     if beyond:
         raise StateError(
-            f"{files[-1]}: expected at least {max(a.lines for a in beyond)} lines, as an anchor records, found "
-            f"{head.lines}; the end was cut off"
+            f"{files[-1]}: an anchor records {max(a.lines for a in beyond)} lines, but the log has only "
+            f"{head.lines}; its end was cut off"
         )
     return head
 
@@ -228,7 +228,7 @@ def read_log(file: Path) -> list[dict[str, Any]]:
 
 
 def count_damaged(files: Sequence[Path]) -> int:
-    """Return the number of damaged lines that the files' first lines record of earlier files. Raises StateError."""
+    """Return the number of damaged lines in earlier files, as recorded in the files' first lines. Raises StateError."""
     return sum(to - first + 1 for file in files for first, to in _damage(_first_line(file)))
 
 
@@ -274,7 +274,7 @@ def _first_line(file: Path) -> dict[str, Any]:
         with file.open("rb") as log:
             return _record(log.readline(_LONGEST_LINE), f"{file}, line 1")
     except OSError as error:
-        raise StateError(f"{file}: expected an audit log, found none ({error.strerror}); name the file") from None
+        raise StateError(f"{file}: cannot read an audit log ({error.strerror}); name an existing file") from None
     except StateError:
         return {}
 
@@ -293,7 +293,7 @@ def sha256_of(file: Path) -> str:
         with file.open("rb") as data:
             return hashlib.file_digest(data, "sha256").hexdigest()
     except OSError as error:
-        raise StateError(f"{file}: expected an audit log, found none ({error.strerror}); name the file") from None
+        raise StateError(f"{file}: cannot read an audit log ({error.strerror}); name an existing file") from None
 
 
 def is_whole(line: bytes) -> bool:
@@ -329,8 +329,8 @@ def _around_damage(
     for number in [*sorted(number for number in records if before.lines <= number < end.lines), end.lines]:
         if expected < number and not any(first <= expected and number - 1 <= last for first, last in damage):
             raise StateError(
-                f"{file}, line {expected + 1}: expected a whole line, found a damaged one that the line after the file "
-                "does not record; restore the file from a backup"
+                f"{file}, line {expected + 1}: this line is damaged, and the next file does not record the damage; "
+                "restore the file from a backup"
             )
         expected = number + 1
     # Not a range: a number in another party's log may be of any size.
@@ -340,7 +340,7 @@ def _around_damage(
         record = records.get(number, {})
         if record and record["previous"] != hashes.get(number, record["previous"]):
             raise StateError(
-                f"{file}, line {number + 1}: expected the hash of the previous line, found a different one; it was "
+                f"{file}, line {number + 1}: it does not contain the hash of the previous line, so one of the two was "
                 "changed"
             )
         yield record, LogHead(number + 1, hashes.get(number + 1, ""))
@@ -351,7 +351,7 @@ def _chained(file: Path, before: LogHead) -> Iterator[tuple[dict[str, Any], LogH
     try:
         log = file.open("rb")
     except OSError as error:
-        raise StateError(f"{file}: expected an audit log, found none ({error.strerror}); name the file") from None
+        raise StateError(f"{file}: cannot read an audit log ({error.strerror}); name an existing file") from None
     with log:
         for number, line in enumerate(log, before.lines):
             record = _record(line, f"{file}, line {number + 1}")
@@ -375,8 +375,8 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
         right = False
     if not right:
         raise StateError(
-            f"{where}: expected a whole line with its own hash, found {line[:60]!r}; it was changed or cut off. To go "
-            "on, continue the log in a new file, which keeps this one: fedveil log rotate FILE"
+            f"{where}: expected a whole line with its own hash, found {line[:60]!r}; it was changed or cut off. To "
+            "continue, start a new file, which keeps this one: fedveil log rotate FILE"
         )
     return dict(record)
 

@@ -113,7 +113,7 @@ def _read(file: Path) -> tuple[list[Row], list[Row]]:
                 messages.append(_checked(row, kinds))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StateError(
-                f"{file}, line {number}: expected a message or a kind of messages, found {line[:_LONGEST]!r} "
+                f"{file}, line {number}: this is neither a message nor a kind of messages: {line[:_LONGEST]!r} "
                 f"({error}); it was damaged: restore it, or move the file away to continue without these records"
             ) from None
         except _OldForm:

@@ -1,20 +1,20 @@
-"""Continue an audit log in a new file, to archive the old file or to go on after damage.
+"""Continue an audit log in a new file, to archive the old file or to continue after damage.
 
     audit-log.jsonl  ->  audit-log-<first>-<last>.jsonl    the old file, byte for byte
                          audit-log.jsonl                   {"event": "continued", "n": <last + 1>,
                                                             "previous": <last hash>, "file": ..., "sha256": ...,
                                                             "damaged": [[6, 6]], ...}
 
-Line numbers and hashes continue, so anchors in the old file stay valid, and other parties need not be told.
+Line numbers and hashes continue, so anchors in the old file stay valid, and no other party has to be informed.
 
 | the old file | its end is taken from |
 |---|---|
 | intact | its last line |
-| its last line was cut off by a power failure | the previous line: the writer had not gone on, so no anchor exists |
+| its last line was cut off by a power failure | the line before it: the writer did not continue, so no anchor exists |
 | damaged elsewhere | its last line; the damaged lines are recorded |
 | its last line is complete but damaged, or the file is lost | an anchor held by another party, which must be given |
 
-    audit-log.unchecked    there if the log comes from a backup and was not compared with the server's anchor: what is
+    audit-log.unchecked    exists if the log comes from a backup and was not compared with the server's anchor: lines
                            appended to it now would contradict lines that the server may have seen
 
 A process that dies in between leaves the log unchanged or continued: the new file takes the old name in one step.
@@ -69,8 +69,8 @@ def rotate_log(file: Path, after: LogHead | None = None) -> tuple[Path | None, L
             data_end = log.seek(0, 2)
             if not data_end and after is None:
                 raise StateError(
-                    f"{file}: expected an audit log, found an empty or missing one; if it was lost, give the last "
-                    f"anchor that another party holds: {_ASK}"
+                    f"{file}: the audit log is empty or missing; if it was lost, give the last anchor that another "
+                    f"party holds: {_ASK}"
                 )
             first = _first(file)
             end, damaged = _end(file, first, after) if data_end else (after or LogHead(), [])
@@ -85,7 +85,7 @@ def rotate_log(file: Path, after: LogHead | None = None) -> tuple[Path | None, L
             if after is not None:
                 mark_checked(file)
     except OSError as error:
-        raise StateError(f"{file}: cannot continue the audit log: {error}; fix that first") from error
+        raise StateError(f"{file}: cannot continue the audit log: {error}; correct this first") from error
     return old, head
 
 
@@ -93,7 +93,7 @@ def _first(file: Path) -> int:
     """Return the number of the file's first line, even if that line is damaged; 0 if no line is whole.
 
     A damaged line break joins two lines. So the damaged lines before the first intact one are counted from 0 if their
-    bytes can hold that many lines, and otherwise as they are, because the file then continues another file.
+    bytes can hold that many lines. Otherwise the file continues another file, and only the existing lines count.
     """
     size = 0
     with file.open("rb") as log:
@@ -116,13 +116,10 @@ def _end(file: Path, first: int, after: LogHead | None) -> tuple[LogHead, list[l
     if after is None and (not numbers or not _ends_whole(file)):
         said = f" (its last whole line gives {last})" if numbers else ""
         raise StateError(
-            f"{file}: expected a last line with the right hash, found a damaged one{said}; give the last anchor that "
-            f"another party holds: {_ASK}"
+            f"{file}: its last line is damaged{said}; give the last anchor that another party holds: {_ASK}"
         )
     if end.lines < last.lines or (end.lines == last.lines and end != last):
-        raise StateError(
-            f"--after: expected an anchor at or after the last whole line, {last}, found {end}; give the latest one"
-        )
+        raise StateError(f"--after: {end} is before the last whole line, {last}; give the latest anchor")
     return end, _parts(set(range(first, last.lines)) - numbers, last.lines, end.lines)
 
 
@@ -157,7 +154,7 @@ def _parts(missing: Iterable[int], last: int, end: int) -> list[list[int]]:
 def _keep(file: Path, old: Path) -> None:
     """Give the old file its new name, replacing a second name left by a killed rotation."""
     if old.exists() and not old.samefile(file) and old.read_bytes() != file.read_bytes():
-        raise StateError(f"{old}: expected no other file of this name, found one; move it away and keep it")
+        raise StateError(f"{old}: another file already has this name; move it away and keep it")
     link_atomic(file, old)
 
 

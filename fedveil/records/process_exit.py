@@ -74,8 +74,8 @@ def lock_folder(folder: Path) -> int:
                 holder = path.read_bytes()
                 os.close(descriptor)
                 raise StateError(
-                    f"run folder {folder}: expected no other ServerApp in it, found {_named(holder)}; wait until that "
-                    "run has ended, or stop it (flwr stop)"
+                    f"run folder {folder}: another ServerApp uses it: {_named(holder)}; wait until that run has ended, "
+                    "or stop it (flwr stop)"
                 ) from None
             time.sleep(_BETWEEN)
     about = {"pid": os.getpid(), "host": platform.node(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -125,7 +125,7 @@ def _named(holder: bytes) -> str:
         about = json.loads(holder)
         return f"process {about['pid']} on {about['host']} since {about['since']}"
     except (ValueError, KeyError, TypeError):
-        return "one that has not identified itself yet"
+        return "a process that has not identified itself yet"
 
 
 def note_memory() -> dict[str, Any]:
@@ -197,7 +197,7 @@ def describe_full_disk(*folders: Path) -> str:
         with contextlib.suppress(OSError):
             free = shutil.disk_usage(folder).free
             if free < FULL_BYTES:
-                return f"the disk of {folder} is full ({free / 1e6:,.0f} MB free): free space"
+                return f"the disk of {folder} is full ({free / 1e6:,.0f} MB free): free some disk space"
     return ""
 
 

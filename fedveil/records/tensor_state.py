@@ -58,8 +58,8 @@ def load_state(path: Path, seal: FileSeal = FileSeal(), role: str = "") -> Feder
         return FederatedState(own, json.loads(scalars), moments)
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError, RecursionError) as error:
         raise StateError(
-            f"{path}: expected a state file in this version's format, found none that can be read ({error}); it was "
-            "damaged, or an older version wrote it"
+            f"{path}: cannot read a state file in this version's format ({error}); the file was damaged, or an older "
+            "version wrote it"
         ) from None
 
 

@@ -72,9 +72,7 @@ def _both(action: argparse.ArgumentParser) -> None:
 
 def _init(args: argparse.Namespace) -> int:
     if (args.kit is None) == (args.out is None):
-        raise ConfigError(
-            "--kit: expected either this option or --out, found both or neither; run: fedveil relay init --kit ."
-        )
+        raise ConfigError("--kit: give either --kit or --out, and not both; run: fedveil relay init --kit .")
     folder = args.out or args.kit / "keys"
     public = keys.make_keys(folder)
     print(f"{folder / keys.SECRET}: created; keep it on this machine")

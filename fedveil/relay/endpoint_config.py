@@ -79,4 +79,4 @@ class PeerMessages:
                 return decrypt_message(file, name, self._kind, self.own, self.peer, self._most)
         except OSError as error:  # for example, because the USB stick was removed
             words = sanitize(error.strerror, 80)
-            raise WireError(f"{name}: expected a readable file, found {words}; copy it again") from None
+            raise WireError(f"{name}: the file cannot be read ({words}); copy it again") from None

@@ -101,9 +101,7 @@ def make_keys(folder: Path) -> PeerKeys:
     """Write relay.key and relay.pub. Raises ConfigError if a key exists, because messages encrypted for it need it."""
     secret = folder / SECRET
     if secret.exists():
-        raise ConfigError(
-            f"{secret}: expected no key yet, found one; move it away, and give the other end the new public key"
-        )
+        raise ConfigError(f"{secret}: a key already exists; move it away, and give the other end the new public key")
     write_atomic(secret, os.urandom(crypto.KEY_BYTES))
     public = EndpointSecret.from_file(secret).public
     (folder / PUBLIC).write_text(f"{public}\n")
@@ -117,7 +115,7 @@ def read_public(file: Path) -> PeerKeys:
             text = opened.read(_MOST_BYTES).decode(errors="replace")
     except OSError as error:
         raise ConfigError(
-            f"--peer: expected the other end's {PUBLIC}, found none at {file} ({type(error).__name__}); "
+            f"--peer: cannot read the other end's {PUBLIC} at {file} ({type(error).__name__}); "
             "make it there with fedveil relay init"
         ) from None
     match = _FORM.fullmatch(text)

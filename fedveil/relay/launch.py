@@ -39,16 +39,16 @@ def endpoint_settings(options: Mapping[str, Any], kit: Path | None, state: Path)
     for name, file in (("relay-key", SECRET), ("peer", PEER)):
         given = options.get(name) or (kit / "keys" / file if kit else None)
         if given is None:
-            raise ConfigError(f"--{name}: expected a file, or --kit with keys/{file} in it, found neither")
+            raise ConfigError(f"--{name}: name a file, or give --kit with keys/{file} in it")
         key_files[name] = Path(given).expanduser().absolute()
     own, peer = EndpointSecret.from_file(key_files["relay-key"]), read_public(key_files["peer"])
     if own.public == peer:
-        raise ConfigError(f"--peer: expected the other end's relay.pub, found this end's own at {key_files['peer']}")
+        raise ConfigError(f"--peer: {key_files['peer']} is this end's own relay.pub; name the other end's")
     if not 1 <= (most := int(options["most-mb"])) <= MOST_MB_AT_ALL:
         raise ConfigError(f"--most-mb: expected 1 to {MOST_MB_AT_ALL}, found {most}")
     orders, replies = (Path(options[name]).expanduser().absolute() for name in ("orders", "replies"))
     if orders == replies:
-        raise ConfigError(f"REPLIES: expected a folder other than ORDERS, found {replies} for both")
+        raise ConfigError(f"REPLIES: {replies} is also the folder for ORDERS; name two different folders")
     return EndpointConfig(key_files["relay-key"], key_files["peer"], orders, replies, state, most * 1_000_000)
 
 
@@ -65,7 +65,7 @@ def peer_of(ends: EndpointConfig) -> str:
 
 def _require_folder(name: str, folder: Path) -> None:
     if not folder.is_dir():
-        raise ConfigError(f"{name}: expected the folder for exchanged files, found none at {folder}; create it")
+        raise ConfigError(f"{name}: the folder for exchanged files does not exist at {folder}; create it")
 
 
 @dataclass
@@ -108,8 +108,7 @@ def start_export(options: Mapping[str, Any], kit: Path | None) -> int:
     }
     if missing := [f"--{name}" for name in site.WIRED if name not in both]:
         raise ConfigError(
-            f"--kit: expected the unpacked start-up kit, or {site.list_settings(site.WIRED)}, "
-            f"found no {', '.join(missing)}"
+            f"--kit: name the unpacked start-up kit, or {site.list_settings(site.WIRED)}; missing: {', '.join(missing)}"
         )
     site.require_poll(poll := float(both.get("poll-seconds", poll_backoff.DEFAULT)))
     name, ca, key = SiteConfig(site=str(both["name"])).site, Path(both["ca"]).absolute(), Path(both["key"]).absolute()
@@ -117,7 +116,7 @@ def start_export(options: Mapping[str, Any], kit: Path | None) -> int:
     ends = endpoint_settings(both, kit, state)
     for option, file in (("ca", ca), ("key", key)):
         if not file.is_file():
-            raise ConfigError(f"--{option}: expected a file, found none at {file}; see docs/relay.md")
+            raise ConfigError(f"--{option}: there is no file at {file}; see docs/relay.md")
     _require_folder("REPLIES", ends.replies)
     paths.private_folder(ends.orders)
     site.require_link(ca, key)

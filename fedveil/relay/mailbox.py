@@ -71,14 +71,12 @@ class IncomingFolder:
             with os.scandir(self.folder) as entries:
                 for number, entry in enumerate(entries):
                     if number >= _MOST_NAMES:
-                        raise StateError(
-                            f"{self.folder}: expected at most {_MOST_NAMES} files, found more; remove answered files"
-                        )
+                        raise StateError(f"{self.folder}: it has more than {_MOST_NAMES} files; remove answered files")
                     if _NAME.fullmatch(entry.name) and (seen := _seen(entry)) is not None:
                         files[entry.name] = seen
         except OSError as error:
             raise StateError(
-                f"{self.folder}: expected a folder for exchanged files, found none ({type(error).__name__}); create it"
+                f"{self.folder}: the folder for exchanged files cannot be read ({type(error).__name__}); create it"
             ) from None
         return files
 
@@ -89,12 +87,11 @@ class IncomingFolder:
             descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise WireError(
-                f"{name}: expected a readable regular file, found none ({sanitize(error.strerror, 80)}); "
-                "copy the file itself"
+                f"{name}: it is not a readable regular file ({sanitize(error.strerror, 80)}); copy the file itself"
             ) from None
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise WireError(f"{name}: expected a regular file, found something else; copy the file itself")
+            raise WireError(f"{name}: it is not a regular file; copy the file itself")
         with os.fdopen(descriptor, "rb") as file:
             yield file
 

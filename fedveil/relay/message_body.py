@@ -66,8 +66,8 @@ class RelayRequest:
         order = cls(**about, bundle=parts["bundle"], message=parts["message"], run=parts["run"])
         if not 0 < order.made < order.expires <= order.made + _MOST_MS or not 0 < order.node < 1 << 64:
             raise WireError(
-                f"order: expected an expiry within 31 days and a node, found made {order.made}, expires "
-                f"{order.expires}, node {order.node}; both ends need the same version"
+                f"order: it must expire within 31 days and name a node; it was made at {order.made}, expires at "
+                f"{order.expires} and names node {order.node}; both ends need the same version"
             )
         return order
 
@@ -118,8 +118,9 @@ class RelayReply:
             )
         if bool(reply.code) == bool(reply.upload) or reply.code not in (0, *_CODES) or len(reply.reason) > _REASON:
             raise WireError(
-                f"reply: expected an upload, or a code of {_CODES} and a reason of at most {_REASON} characters, found "
-                f"{len(reply.upload)} bytes, code {reply.code} and {len(reply.reason)} characters; ask for it again"
+                f"reply: it must have an upload, or a code in {_CODES} and a reason of at most {_REASON} characters, "
+                f"but has {len(reply.upload)} bytes, code {reply.code} and {len(reply.reason)} characters; ask for it "
+                "again"
             )
         if not math.isfinite(reply.seconds) or reply.seconds < 0:
             raise WireError(f"reply: seconds: expected 0 or more, found {reply.seconds}; ask for it again")
@@ -154,7 +155,7 @@ def _unpacked(
         if type(version) is not int or version != _VERSION:
             raise WireError(
                 f"relay file: expected version {_VERSION}, found {sanitize(version, 20)}; update the end that has the "
-                "older FedVeil version"
+                "older version of FedVeil"
             )
         if any(type(about[name]) is not kind for name, kind in kinds.items()) or set(sizes) != set(names):
             raise ValueError("wrong types")
@@ -165,7 +166,7 @@ def _unpacked(
             raise ValueError("wrong length")
     except (ValueError, TypeError, RecursionError) as error:
         raise WireError(
-            f"relay file: expected {', '.join(kinds)} and {', '.join(names)}, found something else "
+            f"relay file: it does not consist of {', '.join(kinds)} and {', '.join(names)} "
             f"({sanitize(error, 80)}); both ends need the same version"
         ) from None
     parts = {}

@@ -59,7 +59,7 @@ class MessageLog:
         except OSError:
             lock_file.close()
             raise StateError(
-                f"{state}: expected no other relay for this site, found one running; wait for it or stop it"
+                f"{state}: another relay for this site is running; wait for it to end, or stop it"
             ) from None
         book = cls(state / NAME, _held=lock_file)
         if book.file.exists() and (damaged := audit_log.count_damaged(audit_log.list_log_files(book.file))):
@@ -84,8 +84,8 @@ class MessageLog:
             raise DuplicateMessageError(f"was already answered; its reply is {reply}")
         if order.made < self.newest.get(run, 0):
             raise PolicyError(
-                "older: expected the run's newest order, found one older than an order already accepted; the server "
-                "has moved on, so skip it"
+                "older: the site has already accepted a newer order of this run; the server has moved on, so skip this "
+                "one"
             )
 
     def take(self, id_: str, run: str, order: RelayRequest) -> None:

@@ -13,7 +13,7 @@ r"""A relay message ("letter"): an encrypted, signed file that any carrier takes
 
 The signature is at the end, so that a letter can be written in one pass. A truncated file has no signature.
 
-Formal guarantees, if no other party has this end's relay.key and the peer file is the other end's:
+Formal guarantees, if only this end has its relay.key, and the peer file really comes from the other end:
 
 - The carrier of a letter sees its kind, its size and both ends' ids, but none of its content. This holds
   even if the sender's relay.key leaks later, because the ephemeral private key is not stored.
@@ -119,7 +119,7 @@ def decrypt_message(
     """
     size = file.seek(0, os.SEEK_END)
     if size > most_bytes:
-        raise WireError(f"{name}: expected at most {most_bytes:,} bytes, found {size:,}; see --most-mb")
+        raise WireError(f"{name}: it has {size:,} bytes; at most {most_bytes:,} are allowed; see --most-mb")
     head, signature, start, end = _tail(file, size, name)
     header = _read(head, name)
     for what, expected, value in (
@@ -130,11 +130,9 @@ def decrypt_message(
         if value != expected:
             raise WireError(f"{name}: {what}: expected {expected}, found {value}; it is for another relay")
     if not ciphers.is_signed(peer.verifying, signature, context_bytes("letter") + head):
-        raise WireError(
-            f"{name}: expected the other end's signature, {peer.id}, found an invalid one; ask for the file again"
-        )
+        raise WireError(f"{name}: it has no valid signature by the other end, {peer.id}; ask for the file again")
     if _digest(file, start, end) != header.body:
-        raise WireError(f"{name}: expected the signed bytes, found different ones; ask for it again")
+        raise WireError(f"{name}: its bytes are not the signed ones; ask for it again")
     purpose = context_bytes("letter", kind, header.id, header.sender, header.recipient)
     key = ciphers.agree_secret(own.opening, bytes.fromhex(header.ephemeral), purpose)
     body = io.BufferedReader(_Part(file, start, end), _PIECE)
@@ -142,7 +140,7 @@ def decrypt_message(
         return header, b"".join(FileSeal(key).opened(body, f"{kind}/{header.id}", Path(name)))
     except StateError:
         raise WireError(
-            f"{name}: expected a file encrypted for this end, found one that does not decrypt; ask for it again"
+            f"{name}: it does not decrypt, so it was not encrypted for this end; ask for it again"
         ) from None
 
 
@@ -150,12 +148,12 @@ def _tail(file: BinaryIO, size: int, name: str) -> tuple[bytes, bytes, int, int]
     """Return header, signature, and the offsets where the body begins and ends."""
     file.seek(0)
     if not _MAGIC.startswith(begin := file.read(len(_MAGIC))):
-        raise WireError(f"{name}: expected a relay file of version 1, found something else; skip it")
+        raise WireError(f"{name}: it is not a relay file of version 1; skip it")
     file.seek(max(0, size - _LENGTH))
     length = int.from_bytes(file.read(_LENGTH), "big")
     end = size - _LENGTH - _SIGNATURE - length
     if len(begin) < len(_MAGIC) or not 0 < length <= _LONGEST_HEAD or end < len(_MAGIC):
-        raise IncompleteMessageError(f"{name}: expected a complete file, found only its beginning; copy it again")
+        raise IncompleteMessageError(f"{name}: only the beginning of the file is here; copy it again")
     file.seek(end)
     return file.read(length), file.read(_SIGNATURE), len(_MAGIC), end
 
@@ -172,7 +170,7 @@ def _read(head: bytes, name: str) -> MessageHeader:
             raise ValueError
     except (ValueError, RecursionError):
         raise IncompleteMessageError(
-            f"{name}: expected a header at its end, found {sanitize(head[:40])}; copy it again"
+            f"{name}: it has no header at its end, but {sanitize(head[:40])}; copy it again"
         ) from None
     return header
 

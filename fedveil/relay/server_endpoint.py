@@ -9,9 +9,10 @@ acts as the site towards the server. It sees what the server sees, so it belongs
 | case | what happens |
 |---|---|
 | a secure-aggregation message, which waits only 120 s | refused here immediately, with the reason |
-| an order that would be larger than `most_bytes` | the same |
+| an order that would be larger than `most_bytes` | refused here immediately, with the reason |
 | an order expires without a reply | its file is withdrawn; a later reply is refused |
-| this process ends | the same: the server considers the site offline, and the next attempt has a new order |
+| this process ends | its orders are withdrawn: the server considers the site offline, and the next attempt has a new
+  order |
 | a reply without an open order | refused |
 | a reply that was already accepted, or a second reply to the same order | not accepted again |
 | a reply for a run that has ended | discarded and reported |
@@ -159,7 +160,7 @@ class ServerEndpoint:
         try:
             write_atomic(file, encrypt_message(order.packed(), ORDER, id_, self._letters.own, self._letters.peer))
         except OSError as error:
-            self._note("failed", {"reason": str(error)}, f"{file}: cannot be written: {error}; free space")
+            self._note("failed", {"reason": str(error)}, f"{file}: cannot be written: {error}; free some disk space")
             self._refuse(bare, "StateError at the site's relay; see the relay's log")
             return
         self._open[id_] = _Open(bare, order.expires / 1000, file)
@@ -211,8 +212,8 @@ class ServerEndpoint:
             raise DuplicateMessageError("was already accepted")
         if head.id != reply.order or reply.order not in self._open:
             raise WireError(
-                f"{name}: expected a reply to an open order, found another: the server is no longer waiting for it, "
-                "or the relay was restarted; skip it"
+                f"{name}: it answers no open order: the server is no longer waiting for it, or the relay was "
+                "restarted; skip it"
             )
         return reply, self._open[reply.order]
 
@@ -242,7 +243,7 @@ class ServerEndpoint:
 
 
 def _remove(file: Path) -> None:
-    """Remove an order's file. A folder that the carrier has put in its place stays, and is logged."""
+    """Remove an order's file. If the carrier has put a folder in its place, the folder stays, and this is logged."""
     try:
         file.unlink(missing_ok=True)
     except OSError as error:

@@ -10,11 +10,11 @@ them.
 | an order | what happens |
 |---|---|
 | is not a complete letter from the other end | refused and logged in relay-log.jsonl, before the guard |
-| has expired by this machine's clock | the same |
-| is older than an accepted order of its run | the same (message_log.py) |
+| has expired by this machine's clock | refused and logged in relay-log.jsonl, before the guard |
+| is older than an accepted order of its run | refused and logged, before the guard (message_log.py) |
 | was already answered | not accepted again |
-| is for a different node than the first order after the start | the same: restart this end |
-| belongs to a run that is not of a ServerApp, such as an agent's | refused and logged in relay-log.jsonl |
+| is for a different node than the first order after the start | refused and logged: restart this end |
+| belongs to a run that is not a ServerApp's, such as an agent's | refused and logged in relay-log.jsonl |
 | passes | accepted, one at a time; the reply has the upload, or the reason why there is none |
 """
 
@@ -140,7 +140,7 @@ class SiteEndpoint:
 
     def _of(self, run: int) -> _Taken:
         if run not in self._taken:
-            raise StateError(f"relay: expected a part of an accepted order, found a part for run {run}")
+            raise StateError(f"relay: a part of run {run} was requested, but no order of that run is in progress")
         return self._taken[run]
 
     def _begun(self, taken: _Taken) -> tuple[Message, ObjectTree]:
@@ -186,8 +186,8 @@ class SiteEndpoint:
             )
         if self._node and order.node != self._node:
             raise PolicyError(
-                f"node: expected {self._node}, as in the first order since the start, found {order.node}; the site has "
-                "a new node key; start fedveil relay import again"
+                f"node: the first order since the start named {self._node}, but this one names {order.node}: the site "
+                "has a new node key; start fedveil relay import again"
             )
         try:
             message = message_from_proto(MessageProto.FromString(order.message))
@@ -195,14 +195,14 @@ class SiteEndpoint:
             objects = {i: part.deflate() for i, part in get_all_nested_objects(message).items()}
         except (DecodeError, ValueError, TypeError, KeyError) as error:
             raise WireError(
-                f"order: expected Flower's message, run and bundle, found none ({type(error).__name__}); "
+                f"order: Flower's message, run and bundle cannot be read ({type(error).__name__}); "
                 "both ends need the same version of Flower"
             ) from None
         if (message.metadata.run_id, message.metadata.dst_node_id) != (run.run_id, order.node):
-            raise WireError("order: expected matching message, run and node, found a mismatch; ask for it again")
+            raise WireError("order: its message, run and node do not match each other; ask for it again")
         if run.primary_task_type not in ("", SERVER_APP):
             raise PolicyError(
-                f"run: expected a ServerApp run ({SERVER_APP}), found one of type "
+                f"run: only ServerApp runs ({SERVER_APP}) are accepted, but this one has type "
                 f"{sanitize(run.primary_task_type, 80)}; ask the server's operator which bundle was submitted"
             )
         self._book.require_new(head.id, str(run.run_id), order)
@@ -213,7 +213,7 @@ class SiteEndpoint:
         assert taken.tree is not None
         message = inflate_object_from_contents(taken.tree.object_id, taken.contents)
         if not isinstance(message, Message):
-            raise StateError(f"relay: expected the reply to be a message, found {type(message).__name__}")
+            raise StateError(f"relay: the reply is not a message but {type(message).__name__}")
         reply = reply_of(message, taken.id, taken.seconds)
         name = f"reply-{taken.order.made}-{taken.id[:8]}{SUFFIX}"
         try:
@@ -221,7 +221,7 @@ class SiteEndpoint:
             write_atomic(self._out / name, content)
             self._book.answer(taken.id, name)
         except (OSError, FedVeilError) as error:
-            self._said.say("failed", f"{taken.file}: its reply cannot be written: {error}; free space and try again")
+            self._said.say("failed", f"{taken.file}: its reply cannot be written: {error}; free some disk space")
             raise StateError(f"relay: the reply cannot be written: {error}") from None
         why = f" (without an upload: {reply.reason})" if reply.code else ""
         self._said.say("answered", f"{taken.file}: answered: {name}{why}")

@@ -73,7 +73,9 @@ class Run:
     def metrics_frame(self) -> DataFrame:
         """Return `metrics` as a pandas DataFrame, with the round as its index. Raises ConfigError without pandas."""
         if importlib.util.find_spec("pandas") is None:
-            raise ConfigError("pandas: expected it for metrics_frame, found none; pip install pandas, or use metrics")
+            raise ConfigError(
+                "pandas: it is not installed, and metrics_frame needs it; pip install pandas, or use metrics"
+            )
         import pandas as pd
 
         rows = self.metrics
@@ -194,7 +196,7 @@ class Run:
         """
         final_folder, into = self._final(), Path(folder).expanduser()
         if into.exists() and (not into.is_dir() or any(into.iterdir())):
-            raise StateError(f"{into}: expected a new or empty folder, found files; choose another")
+            raise StateError(f"{into}: the folder is not empty; choose another")
         with fill_folder(into) as scratch:
             shutil.copytree(final_folder, scratch, dirs_exist_ok=True)
         return into.absolute()
@@ -212,8 +214,8 @@ class Run:
         folder = self.folder / "final"
         if not (folder / "server.safetensors").is_file():
             raise StateError(
-                f"run folder {self.folder}: expected final/server.safetensors, which a run writes when it ends, found "
-                "none; wait for the run to end, or resume it"
+                f"run folder {self.folder}: it has no final/server.safetensors, which a run writes when it ends; wait "
+                "for the run to end, or resume it"
             )
         return folder
 
@@ -228,7 +230,7 @@ class Run:
     def _config_file(self, run: RunView) -> Mapping[str, Any]:
         if "config" not in run.config:
             raise StateError(
-                f"run folder {self.folder}: expected the config.json of a started run, found none; choose another"
+                f"run folder {self.folder}: config.json, which every started run has, is missing; choose another folder"
             )
         return run.config
 

@@ -72,8 +72,7 @@ class MessageCapture:
         index = self.folder / "index.jsonl"
         if not index.is_file():
             raise StateError(
-                f"{self.folder}: expected captured messages (index.jsonl), found none; run with run.capture-messages "
-                "= true"
+                f"{self.folder}: there are no captured messages (index.jsonl); run with run.capture-messages = true"
             )
         for number, line in enumerate(index.read_text().splitlines(keepends=True), 1):
             if not line.endswith("\n"):
@@ -82,7 +81,7 @@ class MessageCapture:
                 yield CapturedMessage(**json.loads(line))
             except (ValueError, TypeError, RecursionError):
                 raise StateError(
-                    f"{index}, line {number}: expected a message's entry, found {line[:40]!r}; it was damaged"
+                    f"{index}, line {number}: this is not a message's entry but {line[:40]!r}; it was damaged"
                 ) from None
 
     def read(self, seen: CapturedMessage) -> bytes:

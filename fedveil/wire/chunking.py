@@ -60,7 +60,7 @@ def fill_slices(whole: bytearray | mmap, slices: Iterable[Buffer]) -> bytearray 
     else:
         if start == total:
             return whole
-    raise WireError(f"message: expected slices that add up to {total} bytes, found a different total")
+    raise WireError(f"message: its slices do not add up to {total} bytes")
 
 
 def order_slices(names: Sequence[str]) -> list[str]:

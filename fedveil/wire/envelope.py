@@ -189,7 +189,7 @@ def unpack_message(
     faults that only decoding reveals.
 
     Raises:
-        WireError: the message is refused; the error names the field, the expected and the actual value.
+        WireError: the message is refused; the error names the field and what is wrong with it.
     """
     whole = memoryview(data).cast("B")
     bounds = validation.message_bounds(layout, stamp.direction)
@@ -199,7 +199,7 @@ def unpack_message(
     for key in ("method", "version", "round", "direction"):
         _expect(key, getattr(stamp, key), header.get(key))
     if stamp.address is not None and whole[16 : header_.PREFIX] != stamp.address.digest:
-        raise WireError(f"address: expected {stamp.address}, found a message of another run, attempt or site")
+        raise WireError(f"address: expected {stamp.address}; this message is of another run, attempt or site")
     if header.get("layout") != (expected := layout.digest):
         _explain_layout(layout, stamp.direction, header)
         raise WireError(

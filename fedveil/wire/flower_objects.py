@@ -65,7 +65,7 @@ class ObjectFormError(WireError):
     """Raised for a malformed object. `value` is the wrong value, for logs only."""
 
     def __init__(self, fault: ObjectFault, expected: ObjectType, value: str = "") -> None:
-        super().__init__(f"reply: expected an object {expected.value}, found one with a different {fault.value}")
+        super().__init__(f"reply: an object of type {expected.value} has the wrong {fault.value}")
         self.fault, self.value = fault, value
 
 

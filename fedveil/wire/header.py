@@ -51,20 +51,16 @@ def read_header(whole: memoryview, most: int = _MAX_HEADER) -> tuple[dict[str, A
     if len(header) < length:
         raise WireError(f"header: expected {length} bytes, found {len(header)}: the message is truncated")
     if xxhash.xxh3_64_digest(header)[::-1] != whole[8:16]:
-        raise WireError(
-            "header: expected the checksum of its bytes, found a different one; the message was damaged in transit"
-        )
+        raise WireError("header: its checksum does not match its bytes; the message was damaged in transit")
     inflate = zlib.decompressobj()
     try:
         text = inflate.decompress(header, most)
         content = json.loads(text, parse_int=_bounded)
     except (zlib.error, ValueError, RecursionError) as error:
-        raise WireError(
-            f"header: expected zlib data of at most {most} bytes of JSON, found other data ({error})"
-        ) from None
+        raise WireError(f"header: it is not zlib data of at most {most} bytes of JSON ({error})") from None
     _check_content(content)
     if not inflate.eof or inflate.unused_data or text != write_header(content):
-        raise WireError("header: expected one zlib stream of JSON in the sender's form, found a different form")
+        raise WireError("header: it is not one zlib stream of JSON in the sender's form")
     start = PREFIX + length + -(PREFIX + length) % 8
     check_padding("header", whole[PREFIX + length : start])
     return content, start
@@ -80,7 +76,7 @@ def write_header(content: Mapping[str, Any]) -> bytes:
 def check_padding(name: str, padding: memoryview) -> None:
     """Raise WireError unless the bytes after a field or the header are zero."""
     if any(padding):
-        raise WireError(f"{name}: expected zero bytes of padding after it, found {bytes(padding[:8]).hex()}")
+        raise WireError(f"{name}: the padding after it must be zero bytes, found {bytes(padding[:8]).hex()}")
 
 
 def printable_name(text: str) -> str:
@@ -95,7 +91,7 @@ def short_value(value: Any) -> str:
 
 def _bounded(digits: str) -> int:
     if len(digits) > 17 or abs(number := int(digits)) > GREATEST:
-        raise ValueError(f"expected numbers of at most {GREATEST}, found {len(digits)} characters of {digits[:20]}")
+        raise ValueError(f"a number is above {GREATEST}: it has {len(digits)} characters, {digits[:20]}")
     return number
 
 
@@ -130,7 +126,7 @@ def digest_of_parts(parts: Iterable[Buffer]) -> str:
         hasher.update(view)
     if _header_size(head) > len(head):
         read_header(memoryview(head))  # raises a better error if more than padding is missing
-        raise WireError("header: expected padding after it, found none: the message is truncated")
+        raise WireError("header: the padding after it is missing: the message is truncated")
     return hasher.hexdigest()
 
 

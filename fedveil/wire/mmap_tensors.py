@@ -36,11 +36,11 @@ def allocate(folder: Path, size: int) -> mmap.mmap | bytearray:
             os.posix_fallocate(file.fileno(), 0, size)
             return mmap.mmap(file.fileno(), size)
     except OSError as error:
-        raise StateError(f"{folder}: no room for a message of {size} bytes: {error}; free space") from error
+        raise StateError(f"{folder}: no space for a message of {size} bytes: {error}; free some disk space") from error
 
 
 def mmap_weights(tensors: Weights, folder: Path) -> Weights:
-    """Return the same values, stored in a file in `folder`; small tensors and tensors not on the CPU stay as they are.
+    """Return the same values, stored in a file in `folder`; small tensors and tensors not on the CPU are unchanged.
 
     Raises:
         StateError: the disk has too little free space.

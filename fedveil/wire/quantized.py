@@ -177,7 +177,7 @@ def _unpack(packed: NDArray[np.uint8], count: int, levels: int) -> NDArray[np.ui
         part = packed[chunk * rows * row_bytes : (chunk + 1) * rows * row_bytes]
         digits = _to_digits(_unpack_words(part, -(-len(out) // width), row_bytes), levels)
         if digits[len(out) :].any():
-            raise WireError(f"codes: expected zero bits after the last of {count} codes below {levels}, found ones")
+            raise WireError(f"codes: the bits after the last of {count} codes below {levels} must be zero")
         out[:] = digits[: len(out)]
     return codes
 
@@ -281,5 +281,5 @@ def _unpack_there(packed: Tensor, count: int, levels: int) -> Tensor:
             digits[:, j] = words % levels
             words //= levels
     if codes[count:].any():
-        raise WireError(f"codes: expected zero bits after the last of {count} codes below {levels}, found ones")
+        raise WireError(f"codes: the bits after the last of {count} codes below {levels} must be zero")
     return codes[:count]

@@ -32,11 +32,11 @@ def unpack_statement(message: bytes, round_: int, direction: Direction, address:
     whole = memoryview(message)
     content, start = header.read_header(whole, _MOST_HEADER)
     if whole[16 : header.PREFIX] != address.digest:
-        raise WireError(f"address: expected {address}, found a message of another run, attempt or site")
+        raise WireError(f"address: expected {address}; this message is of another run, attempt or site")
     size = content["fields"][0][3] if content["fields"] else 0
     data = bytes(whole[start : start + size])
     if content != _content(data, round_, direction) or whole[start + size :] != bytes(-size % 8):
-        raise WireError(f"message: expected one whole statement of round {round_}, found a different message")
+        raise WireError(f"message: it is not one whole statement of round {round_}")
     return data
 
 

@@ -1,4 +1,4 @@
-"""Check a message against its layout. Every WireError names the field, the expected and the actual value."""
+"""Check a message against its layout. Every WireError names the field and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MessageBounds:
 
 @lru_cache(maxsize=64)
 def message_bounds(layout: MessageLayout, direction: Direction) -> MessageBounds:
-    """Return the bounds that follow from the layout. No message may be larger, whatever its header says."""
+    """Return the bounds that follow from the layout. No message may be larger, regardless of its header."""
     fields = [f for f in layout.fields if f.direction == direction]
     entries = sum(len(json.dumps([f.name, f.codec.name])) + _NUMBER * (len(f.shape) + 2) for f in fields)
     words = [word for word in layout.scalars if word.direction == direction]
@@ -48,14 +48,12 @@ def check_names(layout: MessageLayout, direction: Direction, variant: str, names
         raise WireError(f"variant: expected one of {layout.variants(direction)}, found {short_value(variant)}")
     declared, field_names = layout.fields_of(direction, variant), list(names)
     if extra := [n for n in field_names if n not in declared]:
-        raise WireError(
-            f"{printable_name(extra[0])}: expected no such field {direction} in variant {variant!r}, found one"
-        )
+        raise WireError(f"{printable_name(extra[0])}: there is no such field {direction} in variant {variant!r}")
     if missing := [n for n in declared if n not in field_names]:
-        raise WireError(f"{missing[0]}: expected this field {direction} in variant {variant!r}, found none")
+        raise WireError(f"{missing[0]}: this field {direction} is missing in variant {variant!r}")
     if len(field_names) != len(set(field_names)):
         raise WireError(
-            f"fields: expected each name once, found {len(field_names)} entries of {len(set(field_names))} names"
+            f"fields: each name may occur once, but {len(field_names)} entries have {len(set(field_names))} names"
         )
 
 
@@ -83,8 +81,6 @@ def check_report(report: Mapping[str, Any]) -> None:
     """Raise WireError unless all names are in REPORT_FIELDS and all values are numbers within +-2**53."""
     for name, value in report.items():
         if name not in REPORT_FIELDS:
-            raise WireError(
-                f"report {printable_name(name)}: expected one of {sorted(REPORT_FIELDS)}, found an unknown name"
-            )
+            raise WireError(f"report {printable_name(name)}: unknown name; expected one of {sorted(REPORT_FIELDS)}")
         if type(value) not in (int, float) or not abs(value) <= GREATEST:
             raise WireError(f"report {name}: expected a finite number within +-{GREATEST}, found {short_value(value)}")

@@ -4,7 +4,7 @@
 |---|---|
 | raises | it is stopped with its error |
 | takes more than `MOST_SECONDS` for an attempt, or has `MOST_WAITING` attempts in its queue | it is stopped |
-| has not written its last metrics `END_SECONDS` after the run's end, `FAILED_SECONDS` after a failure | the same |
+| has not written its last metrics `END_SECONDS` after the run's end, `FAILED_SECONDS` after a failure | it is stopped |
 | is stopped | the log and status.json ("sinks") have the reason; it gets no more metrics; the rounds continue |
 
 Threads cannot be killed: a thread that hangs keeps its resources until the process ends.

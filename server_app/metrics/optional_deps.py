@@ -26,16 +26,17 @@ def require_installed(config: RunConfig, where: str) -> dict[str, ModuleType]:
     modules = {name: PLUGINS.load_module(name) for name in config.sinks.names}
     for name, module in modules.items():
         if importlib.util.find_spec(module.NEEDS) is None:
-            raise ConfigError(f"sinks.use: expected {_missing(module, name, where)}")
+            raise ConfigError(f"sinks.use: {_missing(module, name, where)}")
     return modules
 
 
 def _missing(module: ModuleType, name: str, where: str) -> str:
-    """Return the rest of the message: what was expected and found, and the command that installs it."""
+    """Return the rest of the message: the missing package, and the command that installs it."""
     extra, needs = module.EXTRA, module.NEEDS
     if not extra:  # the package is not in any lock file
-        return f"the package {needs} {where}, found none for {name}; next step: pip install {needs}"
+        return f"{name} needs the package {needs} {where}, which is not installed; next step: pip install {needs}"
     return (
-        f'the extra "{extra}" {where}, found no {needs} for {name}; next step: pip install --require-hashes --no-deps '
-        f'-r lock/{extra}.txt, or without a checkout pip install "fedveil[{extra}]"'
+        f'{name} needs the extra "{extra}" {where}, which is not installed ({needs} is missing); next step: '
+        f"pip install --require-hashes --no-deps -r lock/{extra}.txt, or without a checkout "
+        f'pip install "fedveil[{extra}]"'
     )

@@ -74,12 +74,12 @@ def resized(size: int):
 REPLIES = {
     "a header of 5": (lambda d: with_text(d, b"5"), "header: expected an object"),
     "a header of null": (lambda d: with_text(d, b"null"), "header: expected an object"),
-    "a report of 10**400": (lambda d: with_header(d, report={"steps": 10**400}), "expected numbers of at most"),
-    "a report of 10**308": (lambda d: with_header(d, report={"loss_trained": 10**308}), "expected numbers of at most"),
+    "a report of 10**400": (lambda d: with_header(d, report={"steps": 10**400}), "a number is above"),
+    "a report of 10**308": (lambda d: with_header(d, report={"loss_trained": 10**308}), "a number is above"),
     "a report of 1e308": (lambda d: with_header(d, report={"loss_trained": 1e308}), "report loss_trained: expected"),
-    "a size of 4,300 digits": (resized(10**4299), "expected numbers of at most"),
-    "a size of 2**53 + 1": (resized(2**53 + 1), "expected numbers of at most"),
-    "10**400 examples": (lambda d: with_header(d, num_examples=10**400), "expected numbers of at most"),
+    "a size of 4,300 digits": (resized(10**4299), "a number is above"),
+    "a size of 2**53 + 1": (resized(2**53 + 1), "a number is above"),
+    "10**400 examples": (lambda d: with_header(d, num_examples=10**400), "a number is above"),
     "a round that is true": (lambda d: with_header(d, round=False), "header.round: expected int, found False"),
     "a variant that is a list": (lambda d: with_header(d, variant=[[]]), "header.variant: expected str"),
 }

@@ -140,7 +140,7 @@ def test_a_folder_that_cannot_be_written_trains_on_the_site_s_word_and_the_log_s
 def test_a_site_with_units_refuses_a_guarantee_for_one_row_unless_the_run_says_so(tmp_path, take):
     with_units = {"unit-column": "patient"}.items()
     asked = assignment(tmp_path, epsilon=allowed(2), node=with_units)
-    with pytest.raises(ConfigError, match=r'dp.unit-column: expected a guarantee for units .* dp.unit = "row"'):
+    with pytest.raises(ConfigError, match=r'dp.unit-column: .* node config names a unit-column.* dp.unit = "row"'):
         take(asked)
     assert not (tmp_path / "state" / ".ledger").exists()
     take(replace(asked, config=parse({**asked.config.flat(), "dp.unit": "row"})))
@@ -173,7 +173,7 @@ def test_a_run_without_a_claim_and_a_deterministic_one_leave_an_open_entry(tmp_p
 
 def test_a_claim_without_a_site_of_its_own_is_refused(tmp_path, take):
     """Way 4: the server's word for the site would name it."""
-    with pytest.raises(ConfigError, match="node config: site: expected the site's name"):
+    with pytest.raises(ConfigError, match="node config: site: a run with a privacy guarantee needs the site's name"):
         take(assignment(tmp_path, epsilon=allowed(2), node={"site": ""}.items()))
     assert not (tmp_path / "state" / ".ledger").exists()
 
@@ -271,5 +271,5 @@ def test_under_a_policy_the_order_s_fields_are_those_that_the_policy_has_judged(
     """A policy reads the run config; what trains is made from the order."""
     honest = policed(tmp_path, "", assignment(tmp_path))
     take(honest)
-    with pytest.raises(PolicyError, match="order.fields: expected the run config's"):
+    with pytest.raises(PolicyError, match="order.fields: these differ from the run config's"):
         take(replace(honest, order=assignment(tmp_path, noise_local=1e-9).order))

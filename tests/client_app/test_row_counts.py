@@ -59,7 +59,7 @@ def test_no_count_leaves_with_a_masked_upload(tmp_path):
         ({"cut_rows": -1.0}, "cut_rows: expected a whole number"),
         ({"dropped_rows": 0.5}, "dropped_rows: expected a whole number"),
         ({"read_rows": 1e9}, "read_rows: expected a whole number"),
-        ({"read_rows": None}, "read_rows: expected together with"),
+        ({"read_rows": None}, "read_rows: it must come with"),
     ],
 )
 def test_impossible_counts_are_refused(changed, named):

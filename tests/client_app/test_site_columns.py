@@ -57,7 +57,7 @@ def test_the_columns_of_a_template_are_names_too():
 
 
 def test_a_name_for_no_column_of_the_run_is_refused_with_both():
-    with pytest.raises(ConfigError, match='columns: expected names .*source, target.*found "sorce" .for "Befund".'):
+    with pytest.raises(ConfigError, match='columns: "sorce" .for "Befund".*source, target'):
         apply_site_columns(parse({}), {"sorce": "Befund"})
 
 

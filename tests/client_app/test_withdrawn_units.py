@@ -63,10 +63,10 @@ def test_a_new_run_by_units_draws_the_others_alone(tmp_path):
 @pytest.mark.parametrize(
     "rows,reason",
     [
-        ([{"mr": "a", "ref": "b"}] * 4, r'their column "patient".*it has mr, ref'),
+        ([{"mr": "a", "ref": "b"}] * 4, r'cannot read column "patient".*it has mr, ref'),
         ([*ROWS, {"mr": "a", "ref": "b", "patient": ""}], "an id in column .*found none in row 13"),
         ([*ROWS, {"mr": "a", "ref": "b", "patient": "secret-2"}], "one spelling of each id"),
-        ([row for row in ROWS if row["patient"] == "Secret-1"], "expected rows of other units"),
+        ([row for row in ROWS if row["patient"] == "Secret-1"], "belong to withdrawn units"),
     ],
     ids=["no column", "no id", "two writings", "no other row"],
 )
@@ -82,7 +82,7 @@ def test_a_site_that_cannot_find_the_rows_trains_on_nothing(tmp_path, rows, reas
 def test_the_node_config_s_column_holds_for_every_withdrawn_unit(tmp_path, monkeypatch):
     withdraw(tmp_path, column="pid")
     server = Server(tmp_path, "", ROWS)
-    with pytest.raises(TaskError, match='their column "pid"'):
+    with pytest.raises(TaskError, match='cannot read column "pid"'):
         server.send(server.initial)
     asked = server.asked()
     site = asked.site.model_copy(update={"unit_column": "patient"})
@@ -99,7 +99,7 @@ def test_a_damaged_list_stops_training_and_a_key_seals_it(tmp_path):
     server = Server(tmp_path, "", ROWS)
     for damaged in ("{", text.replace('"patient"', '"ref"'), ""):
         file.write_text(damaged)
-        with pytest.raises(StateError, match="expected the list of withdrawn units"):
+        with pytest.raises(StateError, match="cannot read the list of withdrawn units"):
             server.send(server.initial)
     seal = make_key(tmp_path / "key")
     withdraw(tmp_path / "encrypted", seal=seal)

@@ -58,7 +58,7 @@ def test_a_table_of_another_content_has_another_digest():
     ],
 )  # fmt: skip
 def test_any_other_text_is_refused(text):
-    with pytest.raises(WireError, match="entries: .*expected"):
+    with pytest.raises(WireError, match="entries: "):
         EntryTable.from_text(text)
 
 
@@ -76,7 +76,7 @@ def test_blocks_that_overlap_are_refused(names):
         sort_keys=True,
         separators=(",", ":"),
     )
-    with pytest.raises(WireError, match="entries: .*expected"):
+    with pytest.raises(WireError, match="entries: "):
         EntryTable.from_text(text)
 
 
@@ -93,11 +93,11 @@ def test_a_site_sends_the_names_of_its_blocks_and_its_first_ranks():
 @pytest.mark.parametrize("one", [table(), seeds()])
 def test_a_cohort_is_summed_by_a_table_in_which_each_entry_has_enough_senders(one):
     one.require_cohort(SITES, 3, 7, 1)
-    with pytest.raises(PolicyError, match="at least 4 sites, of which 2 may collude"):
+    with pytest.raises(PolicyError, match="2 may collude with the server, a sum needs at least 4 sites"):
         one.require_cohort(SITES, 3, 7, 2)
-    with pytest.raises(PolicyError, match="at least 7 of 10 sites"):
+    with pytest.raises(PolicyError, match="at least 7 of the 10 sites"):
         one.require_cohort(SITES, 3, 6, 1)
-    with pytest.raises(PolicyError, match="at least 7 of 10 sites"):
+    with pytest.raises(PolicyError, match="at least 7 of the 10 sites"):
         one.require_cohort(SITES, 4, 7, 1)
 
 
@@ -105,10 +105,10 @@ def test_a_table_of_too_few_senders_or_of_other_sites_is_refused():
     for blocks in ({"w": tuple("abcde")}, {"w": ("a",)}, {"w": tuple(SITES), "v[0:2]": tuple("abcde")}):
         with pytest.raises(PolicyError, match="none or at least 6 sites"):
             table(blocks).require_cohort(SITES, 3, 7, 1)
-    with pytest.raises(PolicyError, match="sites of the cohort"):
+    with pytest.raises(PolicyError, match="names sites outside the cohort"):
         table({"w": tuple("abcdexyz")}).require_cohort(SITES, 3, 7, 1)
     for other in (SITES[:-1], [*SITES, "k"], [*SITES[:-1], "k"]):
-        with pytest.raises(PolicyError, match="seed of each site"):
+        with pytest.raises(PolicyError, match="the seeds are not those of the cohort's sites"):
             seeds(other).require_cohort(SITES, 3, 7, 1)
     several = seeds().model_copy(update={"seeds": {site: f"{i % 2:064x}" for i, site in enumerate(SITES)}})
     with pytest.raises(PolicyError, match="expected one seed for all 10 sites, found several"):
@@ -123,7 +123,7 @@ def test_a_sum_has_enough_sites_behind_each_entry_or_is_not_opened():
     with pytest.raises(QuorumError, match=r"w: .* found 2"):
         table().require_sum(SITES, set(SITES) - set("abcd"), 3)
     table().require_sum(SITES, set(SITES) - set("abcdef"), 3)  # nobody sends w then
-    with pytest.raises(QuorumError, match="at most 3 silent sites, found 4"):
+    with pytest.raises(QuorumError, match="at most 3 sites may be silent, but 4 are"):
         seeds().require_sum(SITES, set(SITES) - set("abcd"), 3)
 
 

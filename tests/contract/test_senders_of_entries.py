@@ -329,7 +329,7 @@ def test_a_site_masks_with_a_table_exactly_where_the_method_needs_one(name, monk
     run, planned = secure_federation(exchange_of(name, {}), 3), plan_entries
     wrong = lambda exchange, *rest: None if planned(exchange, *rest) else planned(exchange_of("fedrand", {}), *rest)  # noqa: E731
     monkeypatch.setattr("fedveil.federation.secagg.entry_plan.plan_entries", wrong)
-    with pytest.raises(WireError, match="secure plan: entries: expected"):
+    with pytest.raises(WireError, match="secure plan: entries: "):
         run.run()
 
 
@@ -338,7 +338,7 @@ def test_a_site_that_would_leave_out_its_lower_layers_sends_nothing(monkeypatch)
     monkeypatch.setattr(plan_checks, "require_later", lambda plan, state: None)  # else the round is over for them
     run = secure_federation(exchange_of("fedper", {"layers": 1}), 3)
     run.round(0)
-    with pytest.raises(PolicyError, match="entries: expected .* tensors to send"):
+    with pytest.raises(PolicyError, match="entries: the .* tensors to send"):
         run.round(0)
 
 

@@ -153,7 +153,7 @@ def test_without_the_fleet_ports_checks_the_server_app_refuses_what_no_site_send
     assert tried == [forge.__name__ for forge in ATTACKS], problems
     rounds = [line for line in lines_of(tmp_path / "fedavg" / "metrics.jsonl") if line["round"] >= 0]
     assert [line["accepted"] for line in rounds] == [["site-0", "site-1"]] * len(ATTACKS)
-    assert all(line["failed"]["site-2"].startswith("refused: reply: expected ") for line in rounds)
+    assert all(line["failed"]["site-2"].startswith("refused: reply: ") for line in rounds)
     assert rounds[-1]["weights"] == state_digest(in_process(config, DATA, 2).models()["server"])
     events = audit_log.read_log(tmp_path / audit_log.NAME)
     assert sum(line["event"] == "dropped" for line in events) == 2 * len(ATTACKS)

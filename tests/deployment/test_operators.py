@@ -95,7 +95,7 @@ def test_a_key_past_its_last_day_is_shut_out_in_mid_connection_and_nothing_is_ru
     assert processes.ended("north") is None
     until(lambda: processes.ended("north") is not None, 60, "north is shut out", 0.1)
     assert datetime.now(UTC) >= ends
-    assert "a request of north is refused: the expiry date of this key" in processes.log("superlink").read_text()
+    assert "a request of north is refused: this key expired on" in processes.log("superlink").read_text()
     (line,) = [line for line in _log(federation) if line["event"] == "shut-out"]
     assert (line["site"], line["state"]) == ("north", "registered")
     assert processes.ended("south") is None
@@ -104,6 +104,6 @@ def test_a_key_past_its_last_day_is_shut_out_in_mid_connection_and_nothing_is_ru
     federation.start_site("north")  # the same key again
     until(lambda: processes.ended("north") is not None, 60, "north is not activated again", 0.1)
     assert not federation.processes.log("north").read_bytes()[federation._log_starts["north"] :].count(b"SuperNode ID:")
-    message = f"fedveil: the expiry date of this key was {ends:%Y-%m-%d}; make a new key at the site with fedveil"
+    message = f"fedveil: this key expired on {ends:%Y-%m-%d}; make a new key at the site with fedveil"
     assert message in processes.log("north").read_text()
     assert processes.ended("south") is None

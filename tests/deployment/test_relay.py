@@ -142,7 +142,7 @@ def by_hand(federation: Relayed, at: Path, config: dict) -> None:
         check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert once.returncode == 1, (once.stdout, once.stderr)  # for what is no letter
-    assert "letter.relay: expected a relay file of version 1, found something else" in once.stdout
+    assert "letter.relay: it is not a relay file of version 1" in once.stdout
     assert "1 answered, 1 refused" in once.stdout
     ended = federation.wait(run, timeout=300)
     assert ended.completed, ended.reason

@@ -192,7 +192,7 @@ def test_a_site_comes_back_by_itself_after_its_server_lost_its_database(folder: 
             file.unlink()
         server = Command(folder.parent / "again.out", "server", "start", str(folder))
         until(lambda: "next: fedveil submit" in server.said, 120, server)
-        until(lambda: "this key is registered, but the server's database does not have it" in site.said, 120, site)
+        until(lambda: "this key is registered, but the server's database lacks it" in site.said, 120, site)
         assert main(["members", "sync", str(folder)]) == 0
         heard = kit / "state" / "north.heartbeat"
         synced = time.time()

@@ -73,4 +73,4 @@ def test_sites_refuse_what_they_do_not_permit_before_its_code_runs(tmp_path, cap
     site.write_bytes(b"".join(site.read_bytes().splitlines(keepends=True)[:1]))
     assert main(["log", "verify", str(site)]) == 0
     assert main(["log", "verify", str(site), "--other", str(server), "--site", "open"]) == 2
-    assert "the end was cut off" in capsys.readouterr().err
+    assert "its end was cut off" in capsys.readouterr().err

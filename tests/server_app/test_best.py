@@ -165,7 +165,9 @@ def test_a_best_model_that_is_gone_or_damaged_ends_the_run_with_words(runs):
     best = runs.at / "broken" / "best-1.safetensors"
     file_content = best.read_bytes()
     best.unlink()
-    with pytest.raises(StateError, match=r"best-1.*found none; resume with evaluate.select-model = \"last\""):
+    with pytest.raises(
+        StateError, match=r"best-1.*checkpoint is missing; resume with evaluate.select-model = \"last\""
+    ):
         runs.go("broken", resume=True, select_model="best")
     best.write_bytes(file_content[:-4] + b"oops")
     scores = [2.0, 1.0, 1.5, 1.9, 1.6, 1.2]
@@ -235,5 +237,5 @@ def test_scores_of_two_kinds_are_not_compared_over_a_resume(runs, keys):
 
 def test_without_a_folder_nothing_can_be_kept(runs):
     settings = RunSettings(choice=ModelSelection("loss", TaskMetric("lower")))
-    with pytest.raises(ConfigError, match=r"evaluate.select-model: expected \"last\" without a run folder"):
+    with pytest.raises(ConfigError, match=r"evaluate.select-model: \"best\" needs a run folder"):
         MethodStrategy(strategies.create_method("fedavg", ""), settings)

@@ -75,18 +75,18 @@ REFUSED = {
     ),
     "no data": (
         {"evaluate.select-model": "best"},
-        r"task.evaluation: expected .* with evaluate.select-model = \"best\", found none",
+        r"task.evaluation: evaluate.select-model = \"best\" needs the server's test data",
     ),
-    "no data to stop": ({"evaluate.patience": 1}, "task.evaluation: expected .* with evaluate.patience, found none"),
+    "no data to stop": ({"evaluate.patience": 1}, "task.evaluation: evaluate.patience needs the server's test data"),
     "never": (
         {"evaluate.patience": 1, "evaluate.every": 0, "task.evaluation": "x"},
-        "evaluate.every: expected 1 or more",
+        "evaluate.every: with .* it must be at least 1",
     ),
     "texts": (
         {"evaluate.select-model": "best", "evaluate.metric": "bleu", "task.evaluation": "x"},
-        r"evaluate.generate: expected \"always\" with evaluate.metric = \"bleu\"",
+        r"evaluate.generate: evaluate.metric = \"bleu\" scores generated texts",
     ),
-    "no patience": ({"evaluate.min-delta": 0.1}, "evaluate.min-delta: expected 0 without evaluate.patience"),
+    "no patience": ({"evaluate.min-delta": 0.1}, "evaluate.min-delta: 0.1 has no effect without evaluate.patience"),
 }
 
 

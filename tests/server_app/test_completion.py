@@ -140,6 +140,8 @@ def test_a_500_of_the_superlink_is_told_with_its_cause(free, tmp_path, monkeypat
     monkeypatch.setattr(process_exit.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     error = RuntimeError("Server error '500 Internal Server Error' for url 'https://127.0.0.1:8000/v1/runtime'")
     reason = completion.failure_reason(error, tmp_path)
-    words = f"the disk of {tmp_path} is full (1 MB free): free space" if free < 1 << 30 else "the SuperLink's log"
+    words = (
+        f"the disk of {tmp_path} is full (1 MB free): free some disk space" if free < 1 << 30 else "the SuperLink's log"
+    )
     assert words in reason
     assert "disk" not in completion.failure_reason(RuntimeError("another"), tmp_path)

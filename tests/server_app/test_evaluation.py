@@ -86,5 +86,5 @@ def test_the_best_round_is_that_of_the_validation_scores():
     assert (best.round, best.value, best.waited, best.split) == (1, 2.0, 1, "validation")
     assert best.about(CHOICE)["best"]["split"] == "validation"
     assert BestEvaluation.read(json.loads(json.dumps(best.saved()))) == best
-    with pytest.raises(StateError, match="expected the validation split to decide, as in earlier rounds"):
+    with pytest.raises(StateError, match="earlier rounds were scored on the validation split"):
         best.after(CHOICE, 3, {"server": {"loss": 0.1}})

@@ -238,7 +238,7 @@ def _only(content: bytes, reply: Reply) -> Reply:
 def test_11_a_solicited_reply_whose_root_is_no_message_costs_only_its_sender(federation, kind):
     act = lambda site, instruction: site.send(OTHER_ROOTS[kind](own_reply(site, instruction)))  # noqa: E731
     record = require_as_without_west(federation, act)
-    assert record.failed["west"].startswith("refused: reply: expected ")
+    assert record.failed["west"].startswith("refused: reply: ")
     (line,) = federation.events("failed")[:1]
     assert (line["site"], line["reason"]) == ("west", record.failed["west"])
 
@@ -264,7 +264,7 @@ def test_12_an_array_that_names_a_chunk_a_thousand_times_takes_no_memory(federat
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert record.failed == {"west": "refused: reply: expected an object Array, found one with a different size"}
+    assert record.failed == {"west": "refused: reply: an object of type Array has the wrong size"}
     assert peak < 30e6
 
 
@@ -282,7 +282,7 @@ def test_12_a_record_that_names_an_array_a_thousand_times_takes_no_memory(federa
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert record.failed["west"].startswith("refused: reply: expected at most ")
+    assert record.failed["west"].startswith("refused: reply: its ")
     assert peak < 30e6
 
 
@@ -300,7 +300,7 @@ def test_15_other_metadata_inside_the_object_than_announced_are_refused(federati
         site.send(with_root(own_reply(site, instruction), **{field: east[field] if value == "EAST" else value}))
 
     record = require_as_without_west(federation, act)
-    expected = f"refused: reply: expected the {field} that its site announced, found a different one in its object"
+    expected = f"refused: reply: the {field} in its object differs from the one that the site announced"
     assert record.failed == {"west": expected}
 
 
@@ -317,7 +317,7 @@ def test_15_an_answer_of_secure_aggregation_with_other_metadata_ends_no_run(fede
 
     (record,) = federation.run(act, secure=SecureConfig(enabled=True, max_weight=10, min_sites=2, max_colluders=0))
     assert record.accepted == ["east", "north"]
-    assert record.failed["west"].startswith("reply: expected the reply_to_message_id that its site announced")
+    assert record.failed["west"].startswith("reply: the reply_to_message_id in its object differs")
 
 
 @pytest.mark.long
@@ -337,7 +337,7 @@ def test_an_error_is_the_announced_one(federation):
         site.send(with_body(reply, "Message", inner.SerializeToString()))
 
     record = require_as_without_west(federation, act)
-    assert record.failed["west"].startswith("refused: reply: expected the error that its site announced")
+    assert record.failed["west"].startswith("refused: reply: the error in its object differs")
 
 
 @pytest.mark.long

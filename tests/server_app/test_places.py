@@ -60,7 +60,7 @@ def test_rows_of_the_servers_own_that_are_not_there_are_named_by_their_own_key(t
 
 
 def test_fedsp_without_rows_of_the_servers_own_is_refused_with_the_way_out(tmp_path):
-    with pytest.raises(ConfigError, match=r"task.server-data: expected a folder .* distil_steps = 0"):
+    with pytest.raises(ConfigError, match=r"task.server-data: before round 0, .* distil_steps = 0"):
         prepare_strategy(RunPlan.from_config(parse(FEDSP), "r"), RunFolder(tmp_path / "run"))
 
 

@@ -108,7 +108,8 @@ def test_a_quorum_that_needs_a_site_with_a_broken_ledger_is_not_tried_twice(grid
     broken_ledger(grid, tmp_path)
     ours = strategy(FedAvg(), cohort={"min_sites": 3, "max_retries": 2})
     words = (
-        "out of this run: south, refused by its ledger, which must be repaired; correct it and submit again, or resume"
+        "no longer in this run: south, refused by its ledger, which must be repaired; correct it and submit again, "
+        "or resume"
     )
     with pytest.raises(QuorumError, match=words):
         ours.start(grid, initial(task), num_rounds=1)
@@ -127,7 +128,9 @@ def test_the_wait_and_the_error_name_who_refused_and_the_next_step(grid, task, t
 
     monkeypatch.setattr(round_progress.RoundProgressFile, "awaits", awaits)
     ours = strategy(FedAvg(), folder=RunFolder(tmp_path / "run"), cohort={"min_sites": 3, "max_retries": 2})
-    with pytest.raises(QuorumError, match="out of this run: south, refused by its policy; correct it and submit again"):
+    with pytest.raises(
+        QuorumError, match="no longer in this run: south, refused by its policy; correct it and submit again"
+    ):
         ours.start(grid, initial(task), num_rounds=1)
     (words,) = progress_texts  # told once, not at every look
     assert words.startswith("waiting for sites: 2 of ")
@@ -213,9 +216,9 @@ def test_where_sites_failed_by_errors_of_their_own_the_next_step_is_to_mend_thos
     assert after(south="TaskError: expected column x", north="no reply within 9 s").startswith(
         "start the missing sites"
     )
-    assert after(south="PolicyError: method").startswith("out of this run: south, refused by its policy")
+    assert after(south="PolicyError: method").startswith("no longer in this run: south, refused by its policy")
     assert connected_sites.suggest_remedy(None).startswith("start the missing sites")
     assert connected_sites.suggest_remedy(None, {"south": "BudgetError: spent"}).startswith(
-        "out of this run: south, refused by its ledger; see the sites' logs"
+        "no longer in this run: south, refused by its ledger; see the sites' logs"
     )
     assert after().startswith("start the missing sites")

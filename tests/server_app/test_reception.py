@@ -365,7 +365,7 @@ def test_an_object_longer_than_any_is_refused_before_it_is_read():
 
     source = runtime_port(None)
     source._grid._runtime_client._client = httpx.Client(transport=httpx.MockTransport(respond))
-    with pytest.raises(WireError, match="expected objects of at most"):
+    with pytest.raises(WireError, match="reply: an object has"):
         source._pull_object("ab" * 32)
     assert read == []
 
@@ -397,10 +397,10 @@ def test_a_site_that_may_not_be_asked_is_lost_and_no_other():
     class Signer:
         def sign(self, site, message, contents):
             if site == "east":
-                raise WireError("signature: expected a registered site, found one that is revoked")
+                raise WireError("signature: the site is not registered: it is revoked")
 
     reception = Reception(FakeSource(), None, lambda about: None, Signer())
     reception.ask({site: message_to(node) for site, node in NODES.items()}, 100)
     (lost,) = reception.poll_replies()
-    assert lost == LostReply("east", 0, "signature: expected a registered site, found one that is revoked")
+    assert lost == LostReply("east", 0, "signature: the site is not registered: it is revoked")
     assert reception.close_requests() == ["west"]

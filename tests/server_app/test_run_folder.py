@@ -229,16 +229,16 @@ def test_a_folder_has_one_serverapp_and_a_dead_one_is_told_from_a_living_one(run
     with other:
         assert other.stdout is not None
         assert other.stdout.readline() == "there\n"
-        with pytest.raises(StateError, match=f"no other ServerApp in it, found process {other.pid} on .* since"):
+        with pytest.raises(StateError, match=f"another ServerApp uses it: process {other.pid} on .* since"):
             RunFolder(runs.at, resume=True)
-        with pytest.raises(StateError, match="expected a new one, found a run; choose another run.name, or set run.re"):
+        with pytest.raises(StateError, match="it already contains a run; choose another run.name, or set run.re"):
             RunFolder(runs.at)
         assert runs_folder.load_run(runs.at).status["state"] == "running"
         other.kill()
     with pytest.raises(StateError, match="before any site was contacted; remove the folder to use its name"):
         RunFolder(runs.at)
     (runs.at / "disclosure.jsonl").touch()
-    with pytest.raises(StateError, match="found a run; choose another run.name"):
+    with pytest.raises(StateError, match="a run; choose another run.name"):
         RunFolder(runs.at)
     (runs.at / "disclosure.jsonl").unlink()
     status = runs_folder.load_run(runs.at).status
@@ -273,7 +273,7 @@ def test_a_damaged_checkpoint_sends_the_run_back_to_the_one_before_and_says_so(r
     assert (runs.at / "checkpoint-damaged.safetensors").exists()
     for name in ("checkpoint.safetensors", "checkpoint-before.safetensors"):
         damage(runs.at / name)
-    with pytest.raises(StateError, match="the one before it cannot be read either .*: start a new run"):
+    with pytest.raises(StateError, match="nor can the one before it be read .*: start a new run"):
         runs.go(resume=True)
 
 
@@ -291,7 +291,7 @@ def test_a_damaged_id_is_found_and_comes_back_from_the_checkpoint(runs):
             bad = bytearray(good)
             bad[position] ^= 1 << bit
             (runs.at / "id").write_bytes(bytes(bad))
-            with pytest.raises(StateError, match="expected the run's id, found nothing or other text; resume the run"):
+            with pytest.raises(StateError, match="the run's id is missing or damaged; resume the run"):
                 _ = RunFolder.id.fget(type("", (), {"folder": runs.at})())
     assert [record.round for record in runs.go(resume=True).history] == [2, 3]
     assert (runs.at / "id").read_bytes() == good
@@ -312,7 +312,7 @@ def test_a_lost_checkpoint_is_not_taken_for_a_run_that_asked_no_site(runs):
     for name in ("checkpoint.safetensors", "checkpoint-before.safetensors"):
         (runs.at / name).unlink()
     before = {file.name: file.read_bytes() for file in runs.at.iterdir() if file.is_file()}
-    words = "found none, although sites took part up to round 2 .*restore it from a backup, or start a new run"
+    words = "is missing in .*, although sites took part up to round 2 .*restore it from a backup, or start a new run"
     for _ in range(2):
         with pytest.raises(StateError, match=words):
             runs.go(resume=True)
@@ -342,7 +342,9 @@ def test_a_torn_last_line_is_cut_off_and_kept_in_the_note_and_one_in_the_middle_
     whole = (runs.at / "disclosure.jsonl").read_text()
     (runs.at / "disclosure.jsonl").write_text(whole.replace('"round": 1', '"rou', 1))
     line_number = [line.get("round", 0) for line in map(json.loads, whole.splitlines())].index(1) + 1
-    with pytest.raises(StateError, match=f"disclosure.jsonl, line {line_number}: expected a message or a kind of"):
+    with pytest.raises(
+        StateError, match=f"disclosure.jsonl, line {line_number}: this is neither a message nor a kind of"
+    ):
         runs.go(resume=True)
 
 
@@ -384,7 +386,7 @@ def test_a_full_disk_is_in_the_status_all_the_same(runs, monkeypatch):
     status = json.loads((runs.at / "status.json").read_text())
     assert status["state"] == "failed"
     assert "No space left on device" in status["reason"]
-    assert "the server's disk is full: free space" in status["reason"]
+    assert "the server's disk is full: free some disk space" in status["reason"]
     assert f"resume it: fedveil submit --federation FOLDER --config {runs.at}/resume.toml" in status["reason"]
 
 

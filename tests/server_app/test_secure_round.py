@@ -165,12 +165,12 @@ def test_four_of_five_sites_open_a_sum_and_with_three_the_round_is_lost(runs):
     grid = runs.grid(ON, tamper={"b": refuse, "d": refuse})
     _, history = runs.run(ON, grid, max_retries=1)
     assert [(r.round, bool(r.unseen.get("lost"))) for r in history] == [(0, False), (1, True), (2, False)]
-    assert "expected 4 sites to open their shares" in history[1].unseen["reason"]
+    assert "4 sites must open their shares" in history[1].unseen["reason"]
     assert sum(asks("open", [1])(m) for m in grid.pushed) == 5 + 2 + 2  # those that refused are asked again
 
     runs.config["run.name"] = "ended"
     refuse = lambda message, reply: Error_(message) if asks("open", [0, 1])(message) else reply  # noqa: E731
-    with pytest.raises(QuorumError, match="round 2: lost, as were the 1 before it"):
+    with pytest.raises(QuorumError, match="round 2: it is lost, like the 1 before it"):
         runs.run(ON, runs.grid(ON, tamper={"b": refuse, "d": refuse}), max_retries=1)
 
 
@@ -179,7 +179,7 @@ def test_a_sum_of_four_needs_four_signatures(runs):
     refuse = lambda message, reply: Error_(message) if asks("agree")(message) else reply  # noqa: E731
     grid = runs.grid(ON, tamper={"c": lost(asks("train", [1])), "b": refuse})
     _, history = runs.run(ON, grid)
-    assert "expected 4 sites to sign the list of the sum, found 3" in history[1].unseen["reason"]
+    assert "4 sites must sign the list of the sum, but only 3 did" in history[1].unseen["reason"]
     assert not any(asks("open", [1])(m) for m in grid.pushed)
     assert [r.accepted for r in history if not r.unseen.get("lost")] == [SITES] * 2
 
@@ -195,7 +195,7 @@ def test_a_whole_cohort_is_one_exchange_and_a_missing_upload_costs_the_round(run
     assert history[0].unseen == {
         "sites": 5, "cohort": 5, "quorum": 0, "threshold": 0, "neighbours": 0, "colluding": 1, "deaf": {},
     }  # fmt: skip
-    assert "expected an upload of each of the 5 sites, found none of c;" in history[1].unseen["reason"]
+    assert "the uploads of all 5 sites are needed, but none arrived from c;" in history[1].unseen["reason"]
     assert history[1].weights == ""
     assert not any(asks(kind)(m) for m in grid.pushed for kind in ("agree", "open"))
     assert sum(asks("keys")(m) for m in grid.pushed) == 10  # after the lost round each site is asked again
@@ -213,7 +213,7 @@ def test_a_site_that_is_sent_another_message_than_the_plan_s_trains_nothing(runs
 
     monkeypatch.setattr(MessageExchange, "packed", packed)
     _, history = runs.run(ON, runs.grid(ON))
-    assert "expected the message for all of its sites" in history[0].failed["b"]
+    assert "this message is not the one that the plan names" in history[0].failed["b"]
     assert history[0].accepted == ["a", "c", "d", "e"]
 
 
@@ -298,7 +298,7 @@ def test_a_question_of_no_round_of_the_run_is_not_answered(round_, runs):
     assert not grid.replies[grid._push(question)].has_error()
     question.content.config_records["order"]["round"] = round_
     reply = grid.replies[grid._push(question)]
-    assert "round: expected" in reply.error.reason
+    assert "round: " in reply.error.reason
 
 
 @pytest.mark.long
@@ -396,7 +396,7 @@ def test_without_a_site_whose_shares_nobody_can_read_the_run_goes_on(runs, monke
 @pytest.mark.long
 def test_below_the_least_sum_nobody_is_asked_to_open_anything(runs):
     grid = runs.grid(ON, tamper=dict.fromkeys("abc", lost(asks("train"))))
-    with pytest.raises(QuorumError, match="expected at least 3 accepted uploads, found 2"):
+    with pytest.raises(QuorumError, match="at least 3 uploads must be accepted, .* had only 2"):
         runs.run(ON, grid, max_retries=0)
     assert not any(asks("agree")(m) or asks("open")(m) for m in grid.pushed)
 
@@ -404,7 +404,7 @@ def test_below_the_least_sum_nobody_is_asked_to_open_anything(runs):
 @pytest.mark.long
 def test_below_the_quorum_of_the_run_nobody_is_asked_either(runs):
     grid = runs.grid(ON, tamper={"a": lost(asks("train"))})
-    with pytest.raises(QuorumError, match="expected at least 5 accepted uploads, found 4"):
+    with pytest.raises(QuorumError, match="at least 5 uploads must be accepted, .* had only 4"):
         runs.run(ON, grid, max_retries=0, min_sites=5)
     assert not any(asks("agree")(m) or asks("open")(m) for m in grid.pushed)
 
@@ -553,7 +553,7 @@ def test_a_prekey_stays_its_first_owner_s_after_a_restart(runs, monkeypatch, tmp
     _, history = broken_run(runs, monkeypatch, tmp_path / "broken", dies_once_the_plan_is_made)
     assert "a" in restarted
     assert history[0].accepted == ["b", "c", "d", "e"]
-    assert history[0].failed == {"a": "secure: expected a's own prekey, found that of b"}
+    assert history[0].failed == {"a": "secure: a sent the prekey of b as its own"}
 
 
 def test_known_sites_that_cannot_be_read_stop_a_resume(runs, monkeypatch, tmp_path):
@@ -568,7 +568,7 @@ def test_known_sites_that_cannot_be_read_stop_a_resume(runs, monkeypatch, tmp_pa
 
         context.setattr(KnownSitesStore, "save", save)
 
-    with pytest.raises(StateError, match=r"secure-sites.json: expected the run's expelled sites .* move it away"):
+    with pytest.raises(StateError, match=r"secure-sites.json: cannot read the run's expelled sites .* move it away"):
         broken_run(runs, monkeypatch, tmp_path / "broken", dies_and_damages)
 
 
@@ -589,7 +589,7 @@ def test_an_order_in_the_clear_in_a_secure_run_is_refused_before_a_row_is_looked
     """The run config says secure; a server that lies leaves the plan out."""
     grid, ours = runs.grid(ON), runs.strategy(SecureConfig())
     runs.task.trainer = None  # nobody trains
-    with pytest.raises(QuorumError, match=r"order: secure: expected a plan, as secure.enabled requires, found ''"):
+    with pytest.raises(QuorumError, match=r"order: secure: secure.enabled requires a plan, found ''"):
         ours.start(grid, runs.weights(), num_rounds=1)
 
 
@@ -604,8 +604,8 @@ def test_a_server_whose_sums_are_not_the_run_config_s_is_refused(key, value, run
 
 @pytest.mark.parametrize(
     ("senders", "fewest", "why"),
-    [("ab", 4, "none or at least 4 sites, found 2"), ("abcde", 3, "at least 4 of 5 sites behind each entry"),
-     ("bcdef", 4, "expected sites of the cohort")],
+    [("ab", 4, "none or at least 4 sites, found 2"), ("abcde", 3, "each entry needs at least 4 of the 5 sites"),
+     ("bcdef", 4, "the table names sites outside the cohort")],
 )  # fmt: skip
 def test_a_table_that_leaves_entries_to_too_few_sites_is_refused_before_a_row_is_looked_at(
     senders, fewest, why, monkeypatch, tmp_path
@@ -628,7 +628,7 @@ def test_a_table_where_the_method_has_none_is_refused(on, runs, monkeypatch):
         return order
 
     monkeypatch.setattr(round_attempt, "round_instruction", with_table)
-    with pytest.raises(QuorumError, match="entries: expected (no|the) table"):
+    with pytest.raises(QuorumError, match="entries: (an unmasked upload has no entry table|the table is missing)"):
         runs.run(ON if on else SecureConfig(), max_retries=0)
 
 
@@ -641,7 +641,7 @@ def test_a_sum_in_which_too_few_sites_send_an_entry_is_thrown_away_before_a_shar
     monkeypatch.setattr(EntryTable, "require_sum", refuse)
     grid = runs.grid(ON)
     ours = runs.strategy(ON, max_retries=0)
-    with pytest.raises(QuorumError, match=r"lost, as were the 0 before it \(no sum: entries: 5 of 5, least 3\)"):
+    with pytest.raises(QuorumError, match=r"it is lost, like the 0 before it \(no sum: entries: 5 of 5, least 3\)"):
         ours.start(grid, runs.weights(), num_rounds=1)
     assert not any(asks("agree")(message) or asks("open")(message) for message in grid.pushed)
     assert any(asks("train")(message) for message in grid.pushed)

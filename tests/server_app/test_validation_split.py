@@ -99,7 +99,7 @@ def test_a_conversation_is_held_out_by_its_turns_before_the_last_answer():
 
 
 def test_a_value_of_an_unknown_kind_is_refused_without_the_value():
-    with pytest.raises(TaskError, match="texts, numbers, lists or images in mr, found another kind") as caught:
+    with pytest.raises(TaskError, match="texts, numbers, lists and images in mr .* another kind") as caught:
         mark_held_out(Example.from_columns([{"mr": {"Jane Roe"}, "ref": "b"}]), config_of())
     assert "Jane" not in str(caught.value)
 
@@ -162,7 +162,7 @@ def test_all_rows_of_a_unit_are_on_one_side(tmp_path):
 def test_too_few_rows_are_refused(tmp_path):
     write(tmp_path, "test", 1)
     config = config_of(tmp_path)
-    with pytest.raises(TaskError, match=r"evaluate.validation-share: expected at least one .* found \d of 1 to hold"):
+    with pytest.raises(TaskError, match=r"evaluate.validation-share: .* at least one .* \d of 1 would be held"):
         ServerEvaluator.from_config(tasks.load_task(config, FedAvg().adapter), config)
 
 
@@ -175,15 +175,15 @@ BY_SITES = SHARE | {"method.name": "fedavg"}
 REFUSED = {
     "nothing decides": (
         {"evaluate.select-model": "last"},
-        "evaluate.validation-share: expected 0 unless scores decide",
+        "evaluate.validation-share: it is .*, but no score decides anything",
     ),
     "another metric": ({"evaluate.metric": "bleu"}, "evaluate.metric: expected 'loss' with evaluate.validation-share"),
     "both keys": ({"evaluate.held-out": 0.2}, "evaluate.held-out: expected 0.0 with evaluate.validation-share"),
     "some sites": ({"cohort.fraction": 0.5}, "cohort.fraction: expected 1.0 .* different sites cannot be compared"),
     "a buffer": ({"cohort.buffer-size": 2}, "cohort.buffer-size: expected 0 .* models of different server steps"),
-    "own models": ({"method.name": "ditto"}, 'found "ditto", which keeps a part .* name the server\'s test data'),
-    "a proxy": ({"method.name": "fedlpp"}, 'found "fedlpp", which sends a quantized proxy'),
-    "cut models": ({"method.name": "hetlora"}, 'found "hetlora", which cuts the model to each site\'s rank'),
+    "own models": ({"method.name": "ditto"}, '"ditto" keeps a part .* name the server\'s test data'),
+    "a proxy": ({"method.name": "fedlpp"}, '"fedlpp" sends a quantized proxy'),
+    "cut models": ({"method.name": "hetlora"}, '"hetlora" cuts the model to each site\'s rank'),
     "seldom": ({"evaluate.every": 2}, "evaluate.every: expected 1 .* sites score every model"),
 }
 
@@ -199,7 +199,7 @@ def test_scores_of_sites_that_cannot_decide_are_refused(what):
 def test_sites_that_start_from_the_servers_model_may_score_it():
     for name, params in (("scaffold", ""), ("fedqsn", 'server_rate = 0.0\nclient_rate = 0.0\nquantiser = "none"')):
         check_selection(parse(BY_SITES | {"method.name": name, "method.params": params}))
-    with pytest.raises(ConfigError, match='found "fedqsn", which sends a masked or quantized proxy'):
+    with pytest.raises(ConfigError, match='"fedqsn" sends a masked or quantized proxy'):
         check_selection(parse(BY_SITES | {"method.name": "fedqsn"}))
     check_selection(parse(BY_SITES | {"method.name": "ditto", "task.evaluation": "x"}))
 

@@ -56,9 +56,7 @@ class _Claims:
             if type(value) is int and 0 <= value < _GREATEST:
                 continue
             if type(value) is not str or not _is_text(value):
-                raise WireError(
-                    f"signature: {name}: expected a text or a number below 2^53, found {sanitize(value, 80)}"
-                )
+                raise WireError(f"signature: {name}: expected text or a number below 2^53, found {sanitize(value, 80)}")
         return self.PURPOSE.encode() + json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
     @property
@@ -166,12 +164,12 @@ def read_signature(record: Mapping[str, Any], is_instruction: bool) -> dict[str,
     """Check the form of a signature record, not the signature itself, and return the record. Raises WireError."""
     form = _DOWN if is_instruction else _UP
     if set(record) != set(form) or any(type(record[name]) is not kind for name, kind in form.items()):
-        raise WireError(f"signature: expected a record with {', '.join(form)}, found a different form")
+        raise WireError(f"signature: the record does not consist of {', '.join(form)}")
     if record["version"] != VERSION:
         raise WireError(f"signature: version: expected {VERSION}, found {record['version']}")
     lengths = {"key": 16, "signature": 128, "nonce": 32}
     if any(not _is_hex(record[name], length) for name, length in lengths.items() if name in form):
-        raise WireError("signature: expected key, signature and nonce in hexadecimal digits, found a different form")
+        raise WireError("signature: key, signature and nonce must be hexadecimal digits of the right length")
     return dict(record)
 
 

@@ -36,9 +36,7 @@ def digest_record(record: Mapping[str, Any]) -> str:
         tagged = {str(key): _tagged(value) for key, value in record.items()}
         text = json.dumps(tagged, sort_keys=True, separators=(",", ":")).encode()
     except (UnicodeEncodeError, RecursionError) as error:
-        raise WireError(
-            f"record: expected texts that UTF-8 can encode, found one that it cannot ({type(error).__name__})"
-        ) from None
+        raise WireError(f"record: it contains text that UTF-8 cannot encode ({type(error).__name__})") from None
     return hashlib.sha256(_RECORD + text).hexdigest()
 
 
@@ -54,7 +52,7 @@ def _tagged(value: Any) -> list[Any]:
     if type(value) is list:
         items = [_tagged(item) for item in value]
         if len({tag for tag, _ in items}) > 1 or any(isinstance(text, list) for _, text in items):
-            raise WireError("record: expected lists of values of one type, found mixed types")
+            raise WireError("record: a list has values of mixed types; it may have only one")
         return ["[" + (items[0][0] if items else ""), [text for _, text in items]]
     match value:
         case bool():

@@ -58,26 +58,23 @@ class Evidence:
             if field in line:
                 return cls._from_fields(kind, line[field])
         raise EvidenceError(
-            f"line {sanitize(line.get('n'), 20)}, {sanitize(line.get('event'), 40)}: expected a signed message, found "
-            'none; if messages are signed, they are in a site\'s "admitted" lines and a server\'s "accepted" lines'
+            f"line {sanitize(line.get('n'), 20)}, {sanitize(line.get('event'), 40)}: it has no signed message; if "
+            'messages are signed, they are in a site\'s "admitted" lines and a server\'s "accepted" lines'
         )
 
     @classmethod
     def _from_fields(cls, kind: type[InstructionClaims] | type[ReplyClaims], fields: Any) -> Evidence:
         names = {field.name for field in dataclasses.fields(kind)}
         if not isinstance(fields, Mapping) or set(fields) != names | {"key", "signature"}:
-            raise EvidenceError(
-                "evidence: expected one message's claims with key and signature, found different field names"
-            )
+            raise EvidenceError("evidence: the fields are not those of one message's claims with key and signature")
         signature = fields["signature"]
         if type(signature) is not str or not _SIGNATURE.fullmatch(signature):
-            raise EvidenceError("evidence: signature: expected 128 hex digits, found a different text")
+            raise EvidenceError("evidence: signature: expected 128 hex digits")
         claims = {field.name: fields[field.name] for field in dataclasses.fields(kind)}
         kinds = {field.name: int if field.type == "int" else str for field in dataclasses.fields(kind)}
         if any(type(claims[name]) is not kinds[name] for name in kinds):
             raise EvidenceError(
-                "evidence: expected a text or a whole number in each claim, as its kind requires, found a different "
-                "type"
+                "evidence: a claim has the wrong type; each must be text or a whole number, as its kind requires"
             )
         made = cls(kind(**claims), signature)
         made.claims.signed_bytes()  # raises WireError for a value without a canonical form
@@ -98,7 +95,7 @@ class Evidence:
             right = False
         if not right:
             raise EvidenceError(
-                "evidence: expected a file written by `fedveil log prove`, found a different form; copy it unchanged"
+                "evidence: this is not a file written by `fedveil log prove`, or it was changed; copy it unchanged"
             )
         return made
 
@@ -110,9 +107,9 @@ class Evidence:
     def require_signer(self, public: str) -> None:
         """Raise EvidenceError unless the holder of a public key, 64 hex digits, signed these claims."""
         if not _KEY.fullmatch(public):
-            raise EvidenceError("key: expected 64 hex digits, found a different text; copy the whole public key")
+            raise EvidenceError("key: expected 64 hex digits; copy the whole public key")
         if not crypto.is_signed(bytes.fromhex(public), bytes.fromhex(self.signature), self.claims.signed_bytes()):
             raise EvidenceError(
-                f"evidence: expected a message signed by the key {public[:16]}..., found one that is not; it was "
-                "changed, or another key signed it"
+                f"evidence: the key {public[:16]}... did not sign this message: the message was changed, or another "
+                "key signed it"
             )

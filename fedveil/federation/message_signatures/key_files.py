@@ -53,17 +53,17 @@ class InstructionKeys:
             return cls._checked(content)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(
-                f"{file}: expected the server's instruction keys as in the start-up kit, found none "
-                f"({sanitize(error, 200)}); extract {INSTRUCTION_KEYS} from the kit again"
+                f"{file}: cannot read the server's instruction keys ({sanitize(error, 200)}); "
+                f"extract {INSTRUCTION_KEYS} from the start-up kit again"
             ) from None
 
     @classmethod
     def _checked(cls, content: Mapping[str, Any]) -> InstructionKeys:
         if set(content) != {"federation", "keys"}:
-            raise ValueError("expected only the keys federation and keys")
+            raise ValueError("it may contain only federation and keys")
         federation, keys = content["federation"], content["keys"]
         if type(keys) is not list or not 1 <= len(keys) <= _MOST_KEYS:
-            raise ValueError(f"expected 1 to {_MOST_KEYS} keys")
+            raise ValueError(f"it must contain 1 to {_MOST_KEYS} keys")
         _require_federation(federation)
         for key in keys:
             _require_key(key)
@@ -117,7 +117,7 @@ class SiteSigners:
         """Return the parsed file. Raises ValueError, KeyError, TypeError or AttributeError if it is malformed."""
         _require_federation(content["federation"])
         if content["signatures"] not in ("optional", "required"):
-            raise ValueError('expected signatures to be "optional" or "required"')
+            raise ValueError('signatures must be "optional" or "required"')
         sites = {}
         for name, entry in content["sites"].items():
             if (until := entry.get("until", "")) != "":
@@ -150,24 +150,24 @@ class SiteSigners:
 def require_moment(text: object) -> None:
     """Raise ValueError unless `text` is a time in ISO format with a time zone."""
     if type(text) is not str or datetime.fromisoformat(text).tzinfo is None:
-        raise ValueError("expected `until` as a time in ISO format with a time zone")
+        raise ValueError("`until` must be a time in ISO format with a time zone")
 
 
 def _read(file: Path) -> bytes:
     with file.open("rb") as stream:
         data = stream.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
-        raise ValueError(f"expected at most {_MOST_BYTES} bytes")
+        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
     return data
 
 
 def _require_federation(text: object) -> None:
     if type(text) is not str or not _FEDERATION.fullmatch(text):
-        raise ValueError("expected a federation of 32 hex digits")
+        raise ValueError("the federation must be 32 hex digits")
 
 
 def _require_key(text: object) -> None:
     if type(text) is not str or not _KEY.fullmatch(text):
-        raise ValueError("expected keys of 64 hex digits")
+        raise ValueError("a key must be 64 hex digits")
     if crypto.is_small_order(bytes.fromhex(text)):
-        raise ValueError("expected no key of small order, whose signature fits any text")
+        raise ValueError("a key has small order, so its signature would fit any text")

@@ -16,7 +16,7 @@
     unmasking.py           the server's half of an attempt: the sum
     adversary_model.py     the adversaries that a run withstands
 
-None of these needs torch: a site's thin process does everything but the masking. The sum is over a
+None of these needs torch: a site's thin client process does everything but the masking. The sum is over a
 method's terms as masked integers:
 
     fixed_point.py         conversion of values to integers modulo 2^w and back
@@ -26,8 +26,8 @@ method's terms as masked integers:
     in_process.py          server and sites in one process
 
 A plan names everything that has to be the same at all sites, and its digest salts every key: a site that was
-shown a different plan adds masks that do not cancel. Each site shares the secrets of its masks with the cohort
-when it masks, under keys that are only for that plan. Before any shares are revealed, q sites in the sum sign one list
+shown a different plan adds masks that do not cancel. When a site masks, it shares the secrets of its masks with the
+cohort, under keys that are only for that plan. Before any shares are revealed, q sites in the sum sign one list
 of its sites; each site signs only one list per plan, and agrees to only one plan per round.
 
 The base is Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, 2017, with

@@ -60,9 +60,7 @@ def exchange_keys(private: bytes, public: bytes) -> bytes:
     try:
         return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
-        raise WireError(
-            "key: expected an X25519 public key, found a point of low order; do not trust its sender"
-        ) from None
+        raise WireError("key: this X25519 public key is a point of low order; do not trust its sender") from None
 
 
 def agree_secret(private: bytes, public: bytes, purpose: bytes, salt: bytes = b"") -> bytes:
@@ -81,9 +79,7 @@ def decrypt_share(key: bytes, data: bytes, purpose: bytes) -> bytes:
     try:
         return AESGCM(key).decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], purpose)
     except (InvalidTag, ValueError):
-        raise WireError(
-            "share: expected one encrypted for this holder and context, found one that does not decrypt"
-        ) from None
+        raise WireError("share: it does not decrypt, so it was not encrypted for this holder and context") from None
 
 
 def sign_bytes(signing_key: bytes, text: bytes) -> bytes:

@@ -64,11 +64,9 @@ class FixedPointRing:
                 f"{self.most_summands * self.most_weight}"
             )
         if self.noise and self.most_summands * (self.largest + self.noise) >= 1 << (self.bits - 1):
-            raise ValueError(f"noise: expected less, found {self.noise}, which would make a sum wrap around")
+            raise ValueError(f"noise: {self.noise} is too much: a sum would wrap around")
         if not math.isfinite(self.scale * self.most_weight):
-            raise ValueError(
-                f"bound: expected a value with a finite scale, found {self.bound}; raise secure.clip-bound"
-            )
+            raise ValueError(f"bound: {self.bound} has no finite scale; raise secure.clip-bound")
 
     @classmethod
     def from_plan(cls, plan: AttemptPlan) -> FixedPointRing:
@@ -115,7 +113,7 @@ class FixedPointRing:
                 block = torch.where(flat_mask[start : start + BLOCK], block, 0.0)
             low, high = map(float, torch.aminmax(block))
             if not (math.isfinite(low) and math.isfinite(high)):  # with a NaN, both are NaN
-                raise ValueError("expected finite values, found NaN or infinity")
+                raise ValueError("the values contain NaN or infinity")
             block = block.to(torch.float64, copy=True)
             if max(-low, high) > self.bound:
                 clipped += int((block.abs() > self.bound).sum())

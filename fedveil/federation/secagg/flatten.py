@@ -10,7 +10,8 @@ which hides the omission.
 |---|---|
 | a term with a different name or shape, or with a finer mask than its declared weights | ConfigError at the site |
 | names other than those that the site must send | PolicyError: nothing is sent |
-| clear scalars that are not the payload's own | ConfigError: this method does not support secure aggregation |
+| scalars sent in the clear that are not the payload's own | ConfigError: this method does not support secure
+  aggregation |
 | an entry whose weights add up to zero | it has no mean: 0, and `moved` is False |
 | a sum of weights impossible for honest sites (above K M, or a mask counting more examples than exist) | WireError |
 """
@@ -128,7 +129,7 @@ class VectorLayout:
         sent = self.names - slots.keys()
         if names is not None and sent != names:
             raise PolicyError(
-                f"entries: expected {len(names)} tensors to send, which other sites send too, found {len(sent)}, which "
+                f"entries: the {len(sent)} tensors to send are not the {len(names)} that other sites send too: they "
                 f"differ in {sanitize(min(sent ^ names), 80)}; nothing is sent, because some entries of the sum could "
                 "come from too few sites"
             )
@@ -145,8 +146,8 @@ def _weights(term: Contribution, slot: VectorSlot) -> Tensor:
     narrow = term.mask[tuple(slice(0, 1) if n == 1 else slice(None) for n in slot.weights_shape)]
     if len(slot.weights_shape) != term.mask.ndim or not torch.equal(narrow.expand(term.mask.shape), term.mask):
         raise ConfigError(
-            f"{term.name}: expected a mask that one weight for each entry of shape {slot.weights_shape} can express, "
-            "found one that varies within such an entry"
+            f"{term.name}: its mask varies within an entry, so one weight for each entry of shape "
+            f"{slot.weights_shape} cannot express it"
         )
     return narrow.to(torch.int64)
 
@@ -168,7 +169,7 @@ class FixedPointSums:
         if not len(clear) <= self.examples <= most:
             raise WireError(
                 f"secure: expected {len(clear)} to {most} examples in the sum, found {self.examples}: a site "
-                "has sent a wrong vector"
+                "sent a wrong vector"
             )
         for slot in slots.slots:
             largest = int(self._weights(slot).max(initial=0))
@@ -189,7 +190,7 @@ class FixedPointSums:
         if slot is None:
             return 0.0
         if slot.weights_shape != ():
-            raise ValueError(f"{name}: expected a name without masks, found one with several weights")
+            raise ValueError(f"{name}: its mask gives it several weights; a single one was asked for")
         return float(self._weights(slot)[0])
 
     def mean(self, name: str) -> Float[Tensor, "..."]:

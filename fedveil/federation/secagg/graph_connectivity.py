@@ -1,9 +1,9 @@
 """Check that masks connect the honest sites in a sum, whichever c sites collude with the server.
 
-If all pairs share a mask, masks always do. With neighbors on a circle, the honest sites split into two parts if there
-are two windows of k / 2 consecutive places that contain no honest site and leave sites of the sum on both sides: the
-masks of each part then cancel on their own. Every signer of a list sees the whole list, so this is checked, not left to
-chance.
+If all pairs share a mask, the masks always do. With neighbors on a circle, the honest sites fall into two parts if
+there are two windows of k / 2 consecutive places that contain no honest site and leave sites of the sum on both sides:
+the masks of each part then cancel on their own. Every signer of a list sees the whole list and checks this, so that it
+is not left to chance.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Secure aggregation in one process: every statement and every vector as over the wire, and the same sums."""
+"""Secure aggregation in one process, with every statement and every vector as over the wire, and the same sums."""
 
 from __future__ import annotations
 

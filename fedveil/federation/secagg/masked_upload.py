@@ -166,8 +166,6 @@ class MaskedUploadCodec:
         stamp = EnvelopeStamp.from_exchange(self.exchange.method, self.exchange.name, self.round, "up", address)
         message = unpack_message(data, self.layout, stamp)
         if message.num_examples is not None or message.report:
-            raise WireError(
-                "num_examples: expected neither it nor a report with a masked vector, found one; send neither"
-            )
+            raise WireError("num_examples: a masked vector must come without it and without a report; send neither")
         vector = cast(Tensor, message.payload.fields[_SUM]).numpy().view(np.dtype(f"<u{self.bits // 8}"))
         return message, vector, UploadAttachment.from_bytes(cast(bytes, message.payload.fields[_ATTACHED]))

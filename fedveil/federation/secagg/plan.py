@@ -100,11 +100,11 @@ class AttemptPlan(SecAggMessage):
     @model_validator(mode="after")
     def _consistent(self) -> AttemptPlan:
         if self.cohort != sorted(set(self.cohort)):
-            raise ValueError("expected each site once, sorted")
+            raise ValueError("each site must be listed once, in sorted order")
         if self.neighbours % 2 or self.neighbours >= max(len(self.members), 1):
-            raise ValueError("expected an even number of neighbors, below the number of sites")
+            raise ValueError("the number of neighbors must be even and below the number of sites")
         if (self.quorum == 0) != (self.threshold == 0) or (self.is_whole and self.neighbours):
-            raise ValueError("expected a quorum and a threshold, or neither of them and no neighbors")
+            raise ValueError("a plan has a quorum and a threshold, or neither of them and no neighbors")
         return self
 
     @cached_property
@@ -174,7 +174,7 @@ def config_digest(config: Mapping[str, bool | int | float | str], method: str, f
     try:
         parsed = json.loads(fields)
     except (ValueError, RecursionError):
-        raise WireError("order: fields: expected the method's fields as JSON, found text that is not JSON") from None
+        raise WireError("order: fields: the method's fields are not JSON") from None
     texts = [json.dumps(value, sort_keys=True, separators=(",", ":")) for value in (dict(config), parsed)]
     return hashlib.sha256(protocol_context("config", texts[0], method, texts[1])).hexdigest()
 

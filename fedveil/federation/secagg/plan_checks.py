@@ -122,10 +122,10 @@ def require_roster(plan: AttemptPlan, terms: RoundTerms, demands: SiteRequiremen
         return
     listed = SigningKeyRoster.from_bytes(terms.roster.encode()).signing_keys
     if roster_digest(listed) != plan.roster:
-        raise WireError("secure plan: roster: expected the roster whose digest the plan names, found a different one")
+        raise WireError("secure plan: roster: the roster does not have the digest that the plan names")
     for member in plan.members:
         if listed.get(member.site) != member.signing_key:
-            raise PolicyError(f"roster: expected the listed signing key of {member.site}, found a different key")
+            raise PolicyError(f"roster: the plan has a different signing key for {member.site} than the roster lists")
 
 
 @number_refusals("T2")
@@ -136,13 +136,13 @@ def require_own_key(plan: AttemptPlan, terms: RoundTerms, site: str, signing_key
     """
     own = plan.by_name.get(site)
     if own is None:
-        raise WireError("secure plan: expected this site in its cohort, found only other sites")
+        raise WireError("secure plan: its cohort does not contain this site")
     listed = SigningKeyRoster.from_bytes(terms.roster.encode()).signing_keys.get(site) if plan.roster else signing_key
     for where, key in (("the plan", own.signing_key), ("the roster", listed)):
         if key != signing_key:
             raise PolicyError(
-                f"signing-key: expected this site's own in {where}, {signing_key[:16]}..., found "
-                f"{(key or 'none')[:16]}; register it, and write the roster again"
+                f"signing-key: {where} lists {(key or 'none')[:16]} for this site, whose own key is "
+                f"{signing_key[:16]}...; register it, and write the roster again"
             )
 
 
@@ -151,7 +151,7 @@ def require_distinct_keys(plan: AttemptPlan) -> None:
     """T2, for all sites. No signing key or prekey is listed under two names."""
     for keys in ([m.signing_key for m in plan.members], [m.key for m in plan.members]):
         if len(set(keys)) < len(keys):
-            raise WireError("secure plan: expected each key once, found one under two names")
+            raise WireError("secure plan: a key is listed under two names")
 
 
 @number_refusals("T3")
@@ -159,9 +159,7 @@ def require_genuine_prekeys(plan: AttemptPlan) -> None:
     """T3. Every prekey is signed by its site for this run, and is fit for key agreement."""
     for member in plan.members:
         if not member.is_genuine(plan.run):
-            raise WireError(
-                f"secure plan: expected a prekey that {member.site} signed, found an invalid key or signature"
-            )
+            raise WireError(f"secure plan: the prekey of {member.site} is invalid, or not signed by {member.site}")
 
 
 @number_refusals("T4")
@@ -169,8 +167,7 @@ def require_unspent(plan: AttemptPlan, site: str, unspent: Prekey | None) -> Non
     """T4. The plan has this site's latest prekey, which it has not yet used for masking."""
     if unspent is None or plan.by_name[site] != unspent:
         raise PolicyError(
-            "secure: expected this site's latest unused prekey, found a different or used one, or none; request a new "
-            "prekey for each attempt"
+            "secure: the plan does not contain this site's latest unused prekey; request a new prekey for each attempt"
         )
 
 
@@ -213,8 +210,8 @@ def require_graph(plan: AttemptPlan) -> None:
     if not plan.neighbours:
         if plan.threshold != plan.quorum or len(plan.members) > ALL_PAIRS:
             raise WireError(
-                f"secure plan: expected as many shares as signatures for all pairs of at most {ALL_PAIRS} sites, "
-                f"found {plan.threshold} and {plan.quorum} of {len(plan.members)}"
+                f"secure plan: without neighbors, a plan needs as many shares as signatures and at most {ALL_PAIRS} "
+                f"sites, found {plan.threshold} and {plan.quorum} of {len(plan.members)}"
             )
         return
     require_connected(plan, plan.cohort)
@@ -226,13 +223,13 @@ def require_connected(plan: AttemptPlan, sites: Collection[str]) -> None:
         return
     if plan.threshold < plan.colluding + 1 or graph_connectivity.fewest_partners(plan, sites) < plan.threshold:
         raise PolicyError(
-            f"secure.graph-degree: expected at least {plan.threshold} neighbors, more than {plan.colluding}, of each "
-            f"of the {len(sites)} sites; raise it"
+            f"secure.graph-degree: each of the {len(sites)} sites needs at least {plan.threshold} neighbors, and more "
+            f"than {plan.colluding}; raise it"
         )
     if not graph_connectivity.is_connected(plan, sites, plan.colluding):
         raise PolicyError(
-            f"secure.graph-degree: expected masks that connect the {len(sites)} sites without any {plan.colluding} of "
-            "them, found a group that those would cut off; raise it"
+            f"secure.graph-degree: some {plan.colluding} of the {len(sites)} sites could cut others off, because the "
+            "masks do not connect the rest; raise it"
         )
 
 
@@ -261,9 +258,7 @@ def require_entries_of_sum(plan: AttemptPlan, text: str, in_sum: Collection[str]
 
 def _require_digest(plan: AttemptPlan, table: EntryTable | None) -> EntryTable:
     if table is None or table.digest != plan.entries:
-        raise WireError(
-            "secure plan: entries: expected the table whose digest the plan names, found none or a different one"
-        )
+        raise WireError("secure plan: entries: the table is missing, or does not have the digest that the plan names")
     return table
 
 
@@ -273,12 +268,12 @@ def require_later(plan: AttemptPlan, state: SiteSecAggState) -> None:
     fence = state.fence
     if fence.masked is not None and (plan.round, plan.attempt) <= fence.masked:
         raise PolicyError(
-            f"secure: expected an attempt after {fence.masked}, for which this site masked an update, found "
+            f"secure: this site masked an update for attempt {fence.masked}, so it accepts only a later one, and not "
             f"({plan.round}, {plan.attempt})"
         )
     if fence.signed is not None and plan.round <= fence.signed:
         raise PolicyError(
-            f"secure: expected a round after {fence.signed}, in which this site agreed to a sum, found {plan.round}"
+            f"secure: this site agreed to a sum in round {fence.signed}, so it refuses round {plan.round}"
         )
 
 
@@ -287,8 +282,8 @@ def require_continued_state(terms: RoundTerms, state: SiteSecAggState) -> None:
     """T11. A site that has continued from private state does not start over in the run."""
     if state.fence.kept and terms.state == "begins":
         raise PolicyError(
-            "secure: this site has continued from its private state in this run, found an instruction to start "
-            "over, which could isolate its update in a sum; start a new run"
+            "secure: this site has continued from its private state in this run, so it refuses to start over: that "
+            "could isolate its update in a sum; start a new run"
         )
 
 
@@ -298,7 +293,7 @@ def require_listed(plan: AttemptPlan, in_sum: Collection[str], site: str, demand
     least = max(plan.least_in_sum, demands.min_cohort)
     if len(set(in_sum)) < len(in_sum) or not set(in_sum) <= plan.by_name.keys() or site not in in_sum:
         raise PolicyError(
-            "secure: expected a list with this site and others of the plan, each once, found a different list"
+            "secure: the list must contain this site and others of the plan, each once; this list does not"
         )
     if len(in_sum) < least:
         raise PolicyError(f"secure: expected at least {least} sites in a sum, found {len(in_sum)}; no sum is opened")
@@ -332,6 +327,6 @@ def require_rows(plan: AttemptPlan, in_sum: Collection[str], site: str, rows: Co
     """O4. There is a row from each site in the sum whose shares this site holds, and no other row."""
     if set(rows) != {dealer for dealer in in_sum if site in plan.holders(dealer)}:
         raise PolicyError(
-            "secure: expected one row of shares for each site in the sum whose shares this site holds, found rows for "
-            "different sites"
+            "secure: the request must have one row of shares for each site in the sum whose shares this site holds, "
+            "and no others"
         )

@@ -74,4 +74,4 @@ def describe_malformed(what: str, error: ValidationError) -> WireError:
     """Return an error that describes the problem without the offending value."""
     first = error.errors(include_url=False, include_input=False)[0]
     where = sanitize(".".join(map(str, first["loc"])), 100)
-    return WireError(f"{what}: {where}: expected another form ({first['type']})")
+    return WireError(f"{what}: {where}: malformed ({first['type']})")

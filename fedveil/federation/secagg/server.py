@@ -4,7 +4,7 @@
 |---|---|
 | a site without an unused prekey | it is asked for one; without an answer it is left out of the cohort |
 | a site that has agreed to a sum in this round, or masked in a later round | it is left out of the cohort |
-| a site that says it has masked for a thousand attempts at this round | it is left out: numbers could run out |
+| a site that claims to have masked for a thousand attempts at this round | it is left out: the numbers could run out |
 | a site whose shares do not reconstruct its secret | the run continues without it (`expel`) |
 | a restart | every site is asked again; no key or attempt number is used twice. The owners of keys and the expelled
   sites are restored (`known_sites`) |
@@ -79,8 +79,8 @@ class SecAggConfig:
         least = max(sites if self.is_whole else quorum, self.least)
         if self.is_whole and sites > ALL_PAIRS:
             raise QuorumError(
-                f"secure.whole-cohort: expected at most {ALL_PAIRS} sites, found {sites}; set it to false, or lower "
-                "cohort.fraction"
+                f"secure.whole-cohort: it allows at most {ALL_PAIRS} sites, but there are {sites}; set it to false, or "
+                "lower cohort.fraction"
             )
         if sites < least:
             raise QuorumError(
@@ -94,13 +94,13 @@ class SecAggConfig:
             )
         if self.noise == "sum" and self.least <= colluding:
             raise QuorumError(
-                f"secure.min-sites: expected more than the {colluding} sites that may collude (secure.max-colluders), "
-                f"since the noise of the others counts, found {self.least}; raise it"
+                f"secure.min-sites: only the noise of honest sites counts, so it must exceed the {colluding} that may "
+                f"collude (secure.max-colluders), but it is {self.least}; raise it"
             )
         if least - colluding < 2:
             raise QuorumError(
-                f"secure.min-sites: expected sums with at least 2 sites more than the {colluding} that may collude "
-                f"(secure.max-colluders), found {least} sites in a sum; raise it, or lower secure.max-colluders"
+                f"secure.min-sites: a sum needs at least 2 sites more than the {colluding} that may collude "
+                f"(secure.max-colluders), but may have only {least}; raise it, or lower secure.max-colluders"
             )
 
 
@@ -119,8 +119,8 @@ def derive_graph(sites: int, colluding: int) -> tuple[int, int]:
         if pairs_cut(sites, degree, int(_ABSENT * sites), colluding) <= _FAILURES:
             return degree, _threshold(sites, degree, colluding)
     raise QuorumError(
-        f"secure.graph-degree: expected at most {MOST_NEIGHBORS} neighbors, found that {sites} sites of which "
-        f"{colluding} may collude need more; lower secure.max-colluders or the cohort"
+        f"secure.graph-degree: {sites} sites of which {colluding} may collude need more than {MOST_NEIGHBORS} "
+        "neighbors; lower secure.max-colluders or the cohort"
     )
 
 
@@ -172,8 +172,7 @@ class SecAggCoordinator:
         self._require_own(site, prekey)
         if prekey.signing_key != plan.by_name[site].signing_key or prekey.number <= plan.by_name[site].number:
             raise WireError(
-                f"secure: expected a later prekey with the signing key of {site}, found an earlier one or a different "
-                "key"
+                f"secure: the next prekey of {site} is not later than its last one, or has a different signing key"
             )
         before = self.ready.get(site)
         signed = before.signed if before else None
@@ -182,15 +181,12 @@ class SecAggCoordinator:
     def _require_own(self, site: str, prekey: Prekey) -> None:
         known = self.roster.get(site)
         if prekey.site != site or not prekey.is_genuine(self.run) or known not in (None, prekey.signing_key):
-            raise WireError(
-                f"secure: expected the prekey of {site}, signed with its registered key, found a different site, key "
-                "or signature"
-            )
+            raise WireError(f"secure: this is not a prekey of {site}, signed with its registered key")
         # A plan shows a site's prekey to the others, so the first site to show a key owns it for the rest of the run.
         shown = (prekey.key, "prekey", self._owners), (prekey.signing_key, "signing key", self._signers)
         for key, what, owners in shown:
             if (owner := owners.setdefault(key, site)) != site:
-                raise WireError(f"secure: expected {site}'s own {what}, found that of {owner}")
+                raise WireError(f"secure: {site} sent the {what} of {owner} as its own")
         self._latest[site] = prekey.key
 
     def known_sites(self) -> dict[str, dict[str, str]]:

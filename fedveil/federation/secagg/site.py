@@ -89,7 +89,7 @@ class SecAggSite:
         with self.log_refusals("keys"), self.store.alone():
             if asked.run != self.run:
                 with number_refusals("K1"):
-                    raise PolicyError(f"secure: expected a request for the run {self.run}, found {asked.run}")
+                    raise PolicyError(f"secure: the request is for run {asked.run}, but this site is in {self.run}")
             state = self._load()
             if state.next is None:
                 state = _with_new_prekey(state)
@@ -285,8 +285,7 @@ class SecAggSite:
         """A1 and O1. Return the live plan. Raises PolicyError for a different plan, or if this boot has no plan."""
         if plan.run != self.run or state.live is None or state.live.plan != plan.digest:
             raise PolicyError(
-                "secure: expected the plan for which this site last masked an update, found a different plan; no "
-                "share is opened"
+                "secure: this is not the plan for which this site last masked an update; no share is opened"
             )
         return state.live
 

@@ -79,28 +79,25 @@ class UnmaskingAttempt:
         """Raise WireError for a late or repeated upload, or an upload that its site did not make for this plan."""
         plan = self.plan
         if site not in plan.by_name or site in self.uploads or self.in_sum:
-            raise WireError(f"secure: expected one upload per site before the list is closed; found one from {site}")
+            raise WireError(f"secure: this upload of {site} is late, repeated, or of a site outside the plan")
         if attached.plan != plan.digest:
-            raise WireError(f"secure: expected an upload of {site} for this plan, found one for a different plan")
+            raise WireError(f"secure: the upload of {site} is for a different plan")
         if not is_signed_by(attached, plan.by_name[site]):
-            raise WireError(f"secure: expected an upload that {site} signed, found an invalid signature")
+            raise WireError(f"secure: the signature of {site} on its upload is invalid")
         partners, holders = plan.partners(site), plan.holders(site)
         if list(attached.pairs) != partners or list(attached.rows) != holders or list(attached.shares) != holders:
-            raise WireError(
-                f"secure: expected shares of {site} for exactly its holders and partners, found shares for different "
-                "sites"
-            )
+            raise WireError(f"secure: the shares of {site} are not for exactly its holders and partners")
         if plan.is_whole == bool(attached.own):
-            asked = "no mask" if plan.is_whole else "a mask"
-            raise WireError(f"secure: expected {asked} of {site}'s own besides its pairwise masks, found the opposite")
+            asked = "must not have a mask" if plan.is_whole else "must have a mask"
+            raise WireError(f"secure: {site} {asked} of its own in addition to its pairwise masks")
         count = 1 + len(partners)
         rows = {(len(shares), len(attached.rows[holder]) // 2) for holder, shares in attached.shares.items()}
         if rows - {(count, derivations.row_bytes(count))}:
             raise WireError(
-                f"secure: expected {count} shares of {site} for each holder, found a different number or size"
+                f"secure: {site} must send {count} shares for each holder, but their number or size differs"
             )
         if attached.vector != hashlib.sha256(np.ascontiguousarray(vector).data).hexdigest():
-            raise WireError(f"secure: expected the vector whose digest {site} signed, found a different vector")
+            raise WireError(f"secure: the vector does not have the digest that {site} signed")
 
     def add(self, site: str, vector: Integers, attached: UploadAttachment) -> None:
         """Add a masked vector without changing it. Raises WireError like `check`."""
@@ -145,26 +142,24 @@ class UnmaskingAttempt:
         plan, sites = self.plan, sorted(self.uploads)
         if plan.is_whole and self.silent:
             raise QuorumError(
-                f"secure.whole-cohort: expected an upload of each of the {len(plan.members)} sites, found none of "
+                f"secure.whole-cohort: the uploads of all {len(plan.members)} sites are needed, but none arrived from "
                 f"{', '.join(self.silent)}; without it no mask can be removed"
             )
         if len(sites) < plan.least_in_sum:
             raise QuorumError(
-                f"secure.min-sites, secure.threshold: expected a sum of at least {plan.least_in_sum} sites, found "
-                f"{len(sites)}"
+                f"secure.min-sites, secure.threshold: a sum needs at least {plan.least_in_sum} sites, but only "
+                f"{len(sites)} have uploads"
             )
         if disputes := self.disputes:
             pairs = ", ".join(f"{site} and {other}" for site, other in disputes[:3])
-            raise QuorumError(
-                f"secure: expected both sites of a pair to name the same secret, found different ones: {pairs}"
-            )
+            raise QuorumError(f"secure: the two sites of a pair name different secrets for their mask: {pairs}")
         if plan.neighbours and graph_connectivity.fewest_partners(plan, sites) < plan.threshold:
             raise QuorumError(
-                f"secure.graph-degree: expected at least {plan.threshold} holders of each site in the sum, found "
-                "fewer; raise it"
+                f"secure.graph-degree: each site in the sum needs at least {plan.threshold} holders in it, and some "
+                "have fewer; raise it"
             )
         if not graph_connectivity.is_connected(plan, sites, plan.colluding):
-            raise QuorumError("secure.graph-degree: expected masks that connect the sites in the sum; raise it")
+            raise QuorumError("secure.graph-degree: the masks do not connect the sites in the sum; raise it")
         self.in_sum = tuple(sites)
 
     def agree_requests(self) -> dict[str, AgreeRequest]:
@@ -179,7 +174,7 @@ class UnmaskingAttempt:
         if not is_same or not crypto.is_signed(
             key, bytes.fromhex(answer.signature), agreed_text(self.plan, self.digest)
         ):
-            raise WireError(f"secure: expected {site}'s signature of this list, found an invalid one")
+            raise WireError(f"secure: {site}'s signature of this list is invalid")
         self.agreed[site] = answer.signature
 
     def open_requests(self) -> dict[str, OpenRequest]:
@@ -193,7 +188,7 @@ class UnmaskingAttempt:
             return {}
         if self.needs_agreement and len(self.agreed) < plan.quorum:
             raise QuorumError(
-                f"secure.threshold: expected {plan.quorum} sites to sign the list of the sum, found {len(self.agreed)}"
+                f"secure.threshold: {plan.quorum} sites must sign the list of the sum, but only {len(self.agreed)} did"
             )
         return {
             holder: OpenRequest(
@@ -220,27 +215,20 @@ class UnmaskingAttempt:
         """
         plan = self.plan
         if (opened.plan, opened.list) != (plan.digest, self.digest) or not is_signed_by(opened, plan.by_name[holder]):
-            raise WireError(
-                f"secure: expected shares for this list with {holder}'s signature, found a different list or signature"
-            )
+            raise WireError(f"secure: the shares of {holder} are for a different list, or their signature is invalid")
         dealers = set(self._dealers(holder))
         if opened.own.keys() | set(opened.unread) != dealers or opened.own.keys() & set(opened.unread):
-            raise WireError(
-                "secure: expected a share or a complaint for each requested site, found a different set of sites"
-            )
+            raise WireError("secure: there must be a share or a complaint for each requested site, and for no other")
         silent = {site: [other for other in plan.partners(site) if other not in self.uploads] for site in opened.own}
         wanted = {site: set(others) for site, others in silent.items() if others}
         if {site: set(of) for site, of in opened.pairs.items()} != wanted:
-            raise WireError(
-                "secure: expected the shares of each site's unresponsive partners, found shares of different sites"
-            )
+            raise WireError("secure: the shares are not those of each site's unresponsive partners")
         self._complaints |= {(holder, site) for site in opened.unread}
         wrong = sorted(site for site in opened.own if not self._take_row(holder, site, opened))
         self._complaints |= {(holder, site) for site in wrong}
         if wrong:
             raise WireError(
-                f"secure: expected {holder} to return the shares that {', '.join(wrong)} made, found different shares, "
-                "which are ignored"
+                f"secure: {holder} returned other shares than {', '.join(wrong)} made for it; they are ignored"
             )
 
     def _take_row(self, holder: str, site: str, opened: OpenResponse) -> bool:
@@ -297,8 +285,8 @@ class UnmaskingAttempt:
         assert self._total is not None, "the total can be taken only once"
         if wanting := self.wanting:
             raise QuorumError(
-                f"secure.threshold: expected {self.plan.threshold} sites to open their shares of "
-                f"{', '.join(wanting)}, found fewer"
+                f"secure.threshold: {self.plan.threshold} sites must open their shares of "
+                f"{', '.join(wanting)}, but fewer did"
             )
         off = list(self.own_masks().values()) + list(self._pair_masks())
         total, self._total = self._total, None
@@ -323,7 +311,7 @@ class UnmaskingAttempt:
 
     def _secret(self, site: str, other: str) -> bytes:
         if (secret := self._rebuilt(site, other)) is None:
-            raise QuorumError(f"secure: expected shares that open {site}'s secret, found shares of another secret")
+            raise QuorumError(f"secure: the shares of {site}'s secret reconstruct a different secret")
         return secret
 
     def _rebuilt(self, site: str, other: str) -> bytes | None:

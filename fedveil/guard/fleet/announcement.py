@@ -15,11 +15,11 @@ Formal guarantees, for an `Announcement` that `read_announcement` returns:
 | two messages, two trees, or none | refused |
 | a message without an instruction, or for a destination other than the ServerApp | refused: it is an order |
 | a reply to another site's instruction, or to an instruction already answered | refused, with the same message |
-| a clock up to 305 s behind or 5 s ahead, which Flower allows | admitted |
+| a clock up to 305 s behind or 5 s ahead, as Flower allows | admitted |
 | NaN or infinite times | refused |
 | a run time that is NaN, negative or above 3e6 s | set to 0, 0 or 3e6: Flower adds it up in a column of the run |
 | a reply with an error | a tree with one object, and at most 64 KiB |
-| task counts | as announced; Flower's database does not store those in the instruction, and nothing uses a reply's |
+| task counts | as announced: Flower's database does not store an instruction's, and nothing uses a reply's |
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Hook the checks of registered sites' calls into Flower's fleet port, for all supported Flower releases.
 
-Flower checks WHO signs a call and passes the call to a function of one module, looked up by attribute:
+Flower checks which key signs a call and passes the call to a function of one module, looked up by attribute:
 
     1.39         flwr.server.superlink.fleet.message_handler.message_handler.push_messages(request=, state=)
     1.41, 1.42   flwr.superlink.servicer.fleet.fleet_handlers.push_messages(request=, state=)
@@ -84,7 +84,7 @@ def install_fleet_port(release: FlowerRelease, port: FleetPort) -> None:
     try:
         module = importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(f"flwr {release.release}: expected the module {name}, found none ({error})") from None
+        raise ConfigError(f"flwr {release.release}: this Flower has no module {name} ({error})") from None
     functions = {call: _flower_function(module, call) for call in FLEET_CALLS}  # find all of them before replacing one
     for call, function in functions.items():
         setattr(module, call, port.guarded(call, function))
@@ -96,7 +96,7 @@ def _flower_function(module: Any, call: str) -> Flower:
     parameters = set(inspect.signature(function).parameters) if callable(function) else set()
     if not callable(function) or parameters - {"enable_supernode_auth"} != expected:
         raise ConfigError(
-            f"{module.__name__}.{call}: expected a function of {', '.join(sorted(expected))}, found "
+            f"{module.__name__}.{call}: it must take the arguments {', '.join(sorted(expected))}, but takes "
             f"{', '.join(sorted(parameters)) or 'none'}; this Flower would serve sites without FedVeil's checks"
         )
     return cast(Flower, function)

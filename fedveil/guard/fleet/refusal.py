@@ -3,7 +3,7 @@
 | raised | answer to the site | its SuperNode |
 |---|---|---|
 | `FleetCallRefused` | PERMISSION_DENIED / 403, code 2007 | drops this message or reply and continues |
-| the same, for a heartbeat or an activation | INVALID_ARGUMENT / 400, code 2003 | (never an honest SuperNode) |
+| `FleetCallRefused` for a heartbeat or activation | INVALID_ARGUMENT / 400, code 2003 | (never an honest SuperNode) |
 | `FleetCallDeferred` | UNAVAILABLE / 503 | asks again after 1 to 20 s |
 
 Any other status code permanently ends the loop or the heartbeats of an honest SuperNode.
@@ -66,7 +66,7 @@ class DeferralReason(Enum):
     STORAGE = "database or disk failure"
     OWN_ERROR = "server error"
     NOT_IN_DATABASE = (  # fedveil/guard/flower/retries.py shows this text to the site
-        "fedveil: this key is registered, but the server's database does not have it, as after its loss or a restore; "
+        "fedveil: this key is registered, but the server's database lacks it, as after a loss or a restore; "
         "the operator runs fedveil members sync, and this site then connects by itself"
     )
 

@@ -112,7 +112,7 @@ class ReplySpool:
                 content = json.loads(call.read(_MAX_JSON_BYTES))
             request = base64.b64decode(content["request"], validate=True)
         except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError) as error:
-            log(WARNING, "%s: expected a reply, found none (%s); removing it", session, type(error).__name__)
+            log(WARNING, "%s: not a readable reply (%s); removing it", session, type(error).__name__)
             return None
         objects = tuple(sorted(file.name for file in session.iterdir() if file.name != _NAME))
         return SpooledReply(int(node.name), session.name, request, objects)

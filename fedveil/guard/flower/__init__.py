@@ -50,7 +50,7 @@ def release_of(version: str) -> FlowerRelease:
             return line
     known = ", ".join(f"{line.release} ({line.speaks})" for line in LINES)
     raise ConfigError(
-        f"flwr: expected version {known}, found {version[:40]}; see docs/deploy/provision.md for the version to install"
+        f"flwr: this is version {version[:40]}, but {known} is needed; see docs/deploy/provision.md on installing it"
     )
 
 
@@ -59,4 +59,4 @@ def installed_release() -> FlowerRelease:
     try:
         return release_of(importlib.metadata.version("flwr"))
     except importlib.metadata.PackageNotFoundError:
-        raise ConfigError("flwr: expected Flower, found none; run: pip install -r constraints.txt") from None
+        raise ConfigError("flwr: Flower is not installed; run: pip install -r constraints.txt") from None

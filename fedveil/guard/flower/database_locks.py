@@ -16,5 +16,5 @@ def patch_busy_timeout() -> None:
     """Make this process's SuperLink wait up to `BUSY_MILLISECONDS` for its database."""
     module = importlib.import_module("flwr.supercore.sql_mixin")
     others = tuple((name, value) for name, value in module.SQLITE_PRAGMAS if name != _PRAGMA)
-    # First, because the ones after it read the database, and would wait for only five seconds.
+    # First, because the later ones read the database and would wait for only five seconds.
     module.SQLITE_PRAGMAS = ((_PRAGMA, str(BUSY_MILLISECONDS)), *others)  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ Formal guarantees, for a server patched by `patch_grpc_server`:
 | without a key, a time or a signature, or with a duplicate | UNAUTHENTICATED |
 | with a key that is not in the registry | see site_registry.py; its signature is not checked |
 | with a registered key and a wrong signature | UNAUTHENTICATED |
-| the same, with a valid signature over a time too far from the server's | UNAVAILABLE, with the difference |
+| with a registered key and a valid signature over a time too far from the server's | UNAVAILABLE, with the difference |
 | the ninth with the same key | the key's oldest call ends with UNAVAILABLE |
 | no body after 15 minutes, or the stream ends without a body | UNAVAILABLE |
 | a body of more than 64 KiB (2 MiB for PushMessages, 8 MiB for PushObject) | PERMISSION_DENIED |

@@ -150,7 +150,7 @@ def add_listener(host: str, port: int) -> None:
         try:
             second = socket.create_server((host, port), family=family)
         except (OSError, OverflowError) as error:
-            sys.exit(f"error: fleet-port: expected a free port at {host}:{port}, found none ({error}); choose another")
+            sys.exit(f"error: fleet-port: the port at {host}:{port} is not available ({error}); choose another")
         original(self, [*(sockets or [self.config.bind_socket()]), second])
 
     uvicorn.Server.run = run  # type: ignore[method-assign]
@@ -164,7 +164,7 @@ def _unfit(scope: Scope) -> tuple[int, str]:
     if len(length) != 1 or not re.fullmatch(r"[0-9]{1,12}", length[0]):
         return 411, "the request needs a length"
     if int(length[0]) > (most := _MAX_BYTES.get(scope["path"], limits.MAX_CALL_BYTES)):
-        return 413, f"expected at most {most} bytes, found {length[0]}"
+        return 413, f"the body has {length[0]} bytes; at most {most} are allowed"
     return 0, ""
 
 
@@ -172,7 +172,7 @@ def _refused(scope: Scope, refusal: Refusal, is_known: Callable[[bytes], bool]) 
     """Return a request's status, reason and key; the reason is "" if Flower answers the request."""
     headers = {name: _values(scope, name) for name in _HEADERS}
     if any(len(values) != 1 or len(values[0]) > _LONGEST for values in headers.values()):
-        return 401, "expected exactly one key, one time and one signature", b""
+        return 401, "exactly one key, one time and one signature are needed", b""
     key_text, signature_text, stamp = (headers[name][0] for name in _HEADERS)
     try:
         key = b64decode(key_text, validate=True)

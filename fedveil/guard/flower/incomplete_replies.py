@@ -9,9 +9,9 @@ deadlines.
 |---|---|---|
 | all parts are present | delivered | delivered |
 | parts are missing, and its online site may still push them | delivered; the ServerApp waits | not yet delivered |
-| the same, after the run's deadline | the ServerApp waits | "no reply within the deadline" |
-| the same, with no part for three minutes or no sign of life for a minute | the ServerApp waits, then lost | lost |
-| parts are missing, and no site was told to push them | the ServerApp waits for over an hour | lost |
+| such a reply, after the run's deadline | the ServerApp waits | "no reply within the deadline" |
+| such a reply, with no part for three minutes or no sign of life for a minute | the ServerApp waits, then lost | lost |
+| parts are missing, and no site was asked to push them | the ServerApp waits for over an hour | lost |
 | announced during the check | delivered | not yet delivered: the two exclude each other |
 
 The check asks the store for missing parts, not the push sessions: a site can announce anything, including its

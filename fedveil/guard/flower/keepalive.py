@@ -1,25 +1,25 @@
-"""Detect a SuperNode's dead connection within seconds, and keep one that is only slow.
+"""Detect a SuperNode's dead connection within seconds, but keep a connection that is merely slow.
 
 Flower's SuperNode polls without a deadline. If a firewall, router or bridge silently drops the connection,
 the request waits for a TCP timeout, which takes 15 minutes on Linux. A proxy that keeps its own
 end open makes it wait forever. The server considers the site offline after a minute.
 
-The remedy is a ping. But its answer waits behind everything that this connection still has to carry: at 50 kB/s, an
-app's bundle of 3 MB takes a minute. With one limit for all, a slow line would be taken for a dead one, and the
-transfer would start again, for ever. So a SuperNode has two connections:
+The remedy is a ping. But its answer waits behind everything that the connection still has to carry: at 50 kB/s, an
+app's bundle of 3 MB takes a minute. With one limit for everything, a slow line would be taken for a dead one, and the
+transfer would start over forever. So a SuperNode has two connections:
 
-| connection | carries | a ping may take | the network stops carrying data: detected after |
+| connection | carries | limit on a ping | a network that stops carrying data is detected after |
 |---|---|---|---|
 | control | everything else: polls, heartbeats, announcements | `TIMEOUT` | `SECONDS` without a byte, then `TIMEOUT` |
 | data | `DATA_CALLS`: a bundle, parts of messages | `DATA_TIMEOUT` | `SECONDS`, then `DATA_TIMEOUT` |
 
-Afterwards there is one connection attempt every `AGAIN` seconds at most. Heartbeats never wait behind a part.
+Afterwards, it tries to connect at most once every `AGAIN` seconds. Heartbeats never wait behind a part.
 
-gRPC would also send pings of its own to measure the line, and then let ever more bytes be under way. Where routers
-queue, it measures the queue. Instead, each end says how many bytes of a call may be under way: `WINDOW_BYTES`.
+gRPC would also send pings of its own to measure the line, and then allow ever more bytes to be in transit. Where
+routers queue, it measures the queue. Instead, each end sets how many bytes of a call may be in transit: `WINDOW_BYTES`.
 
-Between rounds the data connection carries nothing, and a firewall may forget it. After `IDLE_SECONDS` it is closed, and
-the next part opens a new one.
+Between rounds, the data connection carries nothing, and a firewall may forget it. So it is closed after `IDLE_SECONDS`,
+and the next part opens a new one.
 
 Pings are sent only during an open request, and at most two without data between them. A gRPC server treats
 more pings as abuse.
@@ -45,7 +45,7 @@ WINDOW_OPTIONS = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", WI
 def patch_supernode_keepalive(
     seconds: float = SECONDS, timeout: float = TIMEOUT, data_timeout: float = DATA_TIMEOUT
 ) -> None:
-    """Split every gRPC channel in this process into a control and a data connection that check if their peer lives."""
+    """Split every gRPC channel in this process into a control and a data connection that detect a dead peer."""
     every = (
         ("grpc.keepalive_time_ms", round(seconds * 1000)),
         ("grpc.max_reconnect_backoff_ms", round(AGAIN * 1000)),
@@ -58,8 +58,8 @@ def patch_supernode_keepalive(
 
 
 def ping_options(seconds: float) -> tuple[tuple[str, int], ...]:
-    """Return gRPC's options for how long a connection may leave bytes unacknowledged and a ping unanswered."""
-    # the first is also TCP's user timeout, which a window that stays shut exceeds; without the second it is a minute
+    """Return gRPC's options that limit how long bytes may go unacknowledged and a ping unanswered."""
+    # The first also sets TCP's user timeout, which a closed window exceeds; without the second, it is a minute.
     return tuple((f"grpc.{name}_timeout_ms", round(seconds * 1000)) for name in ("keepalive", "http2.ping"))
 
 

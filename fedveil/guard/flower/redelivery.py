@@ -8,7 +8,7 @@ deadline.
 |---|---|---|
 | was received | the next message | the next message |
 | was sent, but lost in transit | nothing, or the next message | that message again |
-| was sent, but its parts could not be fetched, or the site was killed | the same | that message again |
+| was sent, but not all its parts arrived, or the site was killed | nothing, or the next message | that message again |
 | has been answered, received or not | the next message | the next message |
 | is past its deadline, or its run has ended | the next message | the next message |
 | belongs to another site | nothing | nothing |

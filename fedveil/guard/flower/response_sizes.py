@@ -1,13 +1,13 @@
-"""Bound the size of each answer that a SuperNode reads from its server.
+"""Bound the size of each response that a SuperNode reads from its server.
 
-Flower reads an answer of up to 2 GiB over gRPC, and of any size over HTTP, where a compressed answer can also become
-1,000 times larger. No answer of an honest server exceeds 16 MiB: a bundle has at most 10 MiB, an object one slice,
+Flower reads a response of up to 2 GiB over gRPC, and of any size over HTTP, where a compressed response can also become
+1,000 times larger. No response of an honest server exceeds 16 MiB: a bundle has at most 10 MiB, an object one slice,
 and a tree of 65,536 objects 5 MB.
 
-| answer | result |
+| response | result |
 |---|---|
-| gRPC, larger | RESOURCE_EXHAUSTED; retries.py gives it up, because it would not become smaller |
-| gRPC, compressed, and larger after inflating | the same; gRPC inflates `MAX_RESPONSE_BYTES` of it at most |
+| gRPC, larger | RESOURCE_EXHAUSTED; retries.py gives up on it, because another try would not make it smaller |
+| gRPC, compressed, and larger after decompression | the same; gRPC decompresses at most `MAX_RESPONSE_BYTES` of it |
 | HTTP, larger, with or without a stated length | WireError, after `MAX_RESPONSE_BYTES` at most |
 | HTTP, compressed | WireError; the SuperNode asks for an uncompressed one |
 """
@@ -27,7 +27,7 @@ _OPTION = "grpc.max_receive_message_length"
 
 
 def limit_grpc_responses() -> None:
-    """Make every gRPC channel in this process refuse larger answers, whatever its options say."""
+    """Make every gRPC channel in this process refuse larger responses, regardless of its options."""
     grpc = importlib.import_module("grpc")
     for name in ("secure_channel", "insecure_channel"):
         setattr(grpc, name, _with_limit(getattr(grpc, name)))
@@ -42,7 +42,7 @@ def _with_limit(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def limit_http_responses() -> None:
-    """Make all of Flower's HTTP clients in this process refuse larger and compressed answers."""
+    """Make all of Flower's HTTP clients in this process refuse larger and compressed responses."""
     client = importlib.import_module("flwr.supercore.protobuf.client").ProtobufClient
     original = client.__init__
 
@@ -58,7 +58,7 @@ def limit_http_responses() -> None:
 def _limit_response(response: httpx.Response) -> None:
     """Replace the stream of a response whose body has not been read."""
     if response.headers.get("content-encoding", "identity") != "identity":
-        raise WireError("answer: expected an uncompressed one, found a compressed one")
+        raise WireError("answer: the server sent a compressed response, which is not accepted")
     response.stream = _LimitedStream(response.stream)
 
 
@@ -73,7 +73,7 @@ class _LimitedStream(httpx.SyncByteStream):
         for part in self._stream:
             left -= len(part)
             if left < 0:
-                raise WireError(f"answer: expected at most {MAX_RESPONSE_BYTES} bytes, found more")
+                raise WireError(f"answer: it has more than {MAX_RESPONSE_BYTES} bytes")
             yield part
 
     def close(self) -> None:

@@ -6,8 +6,8 @@ Flower retries when nothing answers and gives up on any other error: its SuperNo
 |---|---|---|
 | UNAVAILABLE, 503, 504; 502 since Flower 1.42 | retries without limit | the same; 502 with every version |
 | INTERNAL, UNKNOWN, DEADLINE_EXCEEDED, ABORTED, CANCELLED, RESOURCE_EXHAUSTED; 408, 429, 500 | gives up | retries; a
-  push for at most `PUSH_SECONDS`: a server that cannot accept it would otherwise get it forever |
-| RESOURCE_EXHAUSTED, by gRPC itself, for an answer larger than response_sizes.py permits | gives up | the same |
+  push for at most `PUSH_SECONDS`, because a server that cannot accept it would otherwise get it forever |
+| RESOURCE_EXHAUSTED from gRPC itself, for a response larger than response_sizes.py permits | gives up | the same |
 | a TLS handshake that fails after an earlier call succeeded | gives up | retries: it was the right server before |
 | a TLS handshake that fails before that | gives up | the same: this is a different server, or a different CA |
 | PERMISSION_DENIED, 403: the run has ended | gives up | the same |

@@ -2,15 +2,15 @@
 
 A SuperExec claims a task and starts a program for it. If the program has not called within 30 s, Flower lets the
 task be claimed again, and the SuperExec starts another program for it. On a computer that needs longer (a first import
-from a network disk, too many processes), the programs pile up and slow each other down, and the task never
-starts: 26 programs for three sites were seen. So this SuperExec sends heartbeats for a task while its program starts.
+from a network disk, too many processes), the programs pile up and slow each other down, and the task never starts: we
+saw 26 programs for three sites. So this SuperExec sends heartbeats for a task while its program starts.
 
 | the program | result |
 |---|---|
-| ends within `FIRST_SECONDS` | no heartbeats are sent from here |
+| ends within `FIRST_SECONDS` | this SuperExec sends no heartbeats |
 | needs longer | the task stays claimed for at most `LONGEST_SECONDS` |
 | ends without a call | no more heartbeats: Flower lets the task be claimed again after at most a minute |
-| hangs | the same, after `LONGEST_SECONDS` |
+| hangs | no more heartbeats after `LONGEST_SECONDS` |
 | has started and keeps running | a few heartbeats in addition to its own, which then stop; one that arrives while the
   program ends is refused, and Flower logs this |
 | has a task that is no longer known | the first refused heartbeat is the last |

@@ -64,8 +64,8 @@ class PrometheusSink:
             self._server = make_server(_ADDRESS, port, served, _Server, _Handler)
         except OSError as error:
             raise ConfigError(
-                f"sinks.prometheus-port: expected a free port on {_ADDRESS}, found {port}: {error.strerror}; choose "
-                "another, or wait for the run that uses it"
+                f"sinks.prometheus-port: port {port} on {_ADDRESS} is not available: {error.strerror}; choose another, "
+                "or wait for the run that uses it"
             ) from error
         self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True)
         self._thread.start()
@@ -140,8 +140,8 @@ def read_token_file(file: Path) -> str:
         mode, text = os.fstat(token_file.fileno()).st_mode, token_file.read(_LONGEST + 1).strip()
     if stat.S_IMODE(mode) & 0o077 or not _TOKEN_BYTES <= len(text) <= _LONGEST:
         raise StateError(
-            f"{file}: expected a token of at least {_TOKEN_BYTES} characters that only its owner can read, found "
-            f"mode {stat.S_IMODE(mode):o} and {len(text)} bytes; remove it, and the next start will create another"
+            f"{file}: the token must have at least {_TOKEN_BYTES} characters and be readable only by its owner, but "
+            f"the file has mode {stat.S_IMODE(mode):o} and {len(text)} bytes; remove it, and the next start creates one"
         )
     return text.decode("ascii", errors="replace")
 
@@ -158,7 +158,7 @@ def _guarded(app: Callable[..., Iterable[bytes]], token: str) -> Callable[..., I
         given = str(environ.get("HTTP_AUTHORIZATION", "")).encode("latin-1", errors="replace")
         if not hmac.compare_digest(given, wanted):
             start("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
-            return [f"expected the token in {TOKEN} as a bearer token\n".encode()]
+            return [f"send the token in {TOKEN} as a bearer token\n".encode()]
         return app(environ, start)
 
     return answer

@@ -409,7 +409,7 @@ def test_other_tensors_than_the_last_time_are_judged_from_the_first_weights(othe
 
 @pytest.mark.parametrize("other", [{}, {"b": one(1.0)}, {"a": one(1.0), "b": one(0.0)}, {"a": one(1.0, 5)}])
 def test_tensors_that_the_run_does_not_train_are_refused(other, tmp_path):
-    with pytest.raises(PolicyError, match="expected weights for the 1 tensors"):
+    with pytest.raises(PolicyError, match="the weights do not match the 1 tensors"):
         judge(tmp_path, other)
     assert not (tmp_path / "received.json").exists()
 

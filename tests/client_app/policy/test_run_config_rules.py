@@ -145,7 +145,7 @@ def test_values_lists_ranges_and_patterns(permit, key, inside, outside, tmp_path
      '"train.epochs" = {min = 1, pattern = "x"}', '"train.epochs" = {min = "1"}', '"run.name" = {pattern = 1}'],
 )  # fmt: skip
 def test_a_table_that_is_not_understood_closes_the_site(text, tmp_path):
-    with pytest.raises(PolicyError, match="expected a readable policy file"):
+    with pytest.raises(PolicyError, match="policy: the site's policy file is invalid"):
         judge(tmp_path, f"[permits]\n{text}", {})
 
 

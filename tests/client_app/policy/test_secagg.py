@@ -35,20 +35,24 @@ DEMANDS = f'require-secure = true\nmin-cohort = 4\nmin-threshold = 4\nroster = "
 @pytest.mark.parametrize(
     "text,config,reason",
     [
-        ("require-secure = true", {}, "secure.enabled: this site permits only masked uploads, found false"),
+        ("require-secure = true", {}, "secure.enabled: this site permits only masked uploads; set it to true"),
         (DEMANDS, SECURE | {"secure.min-sites": 3}, "secure.min-sites: this site permits at least 4, found 3"),
         (DEMANDS, SECURE | {"secure.threshold": 3}, "secure.threshold: this site permits at least 4, found 3"),
         (
             DEMANDS,
             SECURE | {"secure.threshold": 0, "secure.whole-cohort": True},
-            "secure.whole-cohort: this site permits only sums that 4 sites agree to, found true",
+            "secure.whole-cohort: this site permits only sums that 4 sites agree to; set it to false",
         ),
         (
             "require-secure = true",
             {"secure.enabled": True, "secure.whole-cohort": True},
             "secure.whole-cohort: this site permits False",
         ),
-        (DEMANDS, SECURE | {"secure.roster": ""}, f"secure.roster: this site permits {ROSTER}, found none"),
+        (
+            DEMANDS,
+            SECURE | {"secure.roster": ""},
+            f"secure.roster: this site requires the roster {ROSTER}, but the run names none",
+        ),
         (
             DEMANDS + "\nmin-colluders = 2",
             SECURE,
@@ -109,7 +113,7 @@ def test_policy_reaches_the_demands_and_its_absence_the_least(tmp_path):
 
 def test_a_policy_with_a_roster_needs_the_site_s_name_in_the_node_config(tmp_path):
     """Else the server's word names the state folder, and two names are two memories of one site."""
-    with pytest.raises(PolicyError, match="site: expected this site's name in the node config"):
+    with pytest.raises(PolicyError, match="site: the policy names a roster, so the node config must name the site"):
         open_site(assignment(tmp_path, DEMANDS, SECURE))
 
 
@@ -117,7 +121,7 @@ def test_a_request_for_another_site_is_refused(tmp_path):
     """The list that a site signs has the name under which the server asks it."""
     site = _site(tmp_path, "", SECURE, "north")
     asked = replace(site, order=replace(site.order, site="south"))
-    with pytest.raises(PolicyError, match="site: expected requests for north"):
+    with pytest.raises(PolicyError, match="site: the server asked for .*, but the node config names this site north"):
         open_site(asked)
 
 
@@ -180,7 +184,7 @@ def test_a_roster_that_all_agree_on_and_in_which_the_sites_own_key_is_the_server
     roster = ours.roster | {"north": member.signing_key}
     for text in (f'roster = "{roster_digest(roster)}"', ""):
         ours.sites["north"] = _site(tmp_path / "north", text, ours.config, "north")
-        with pytest.raises(PolicyError, match="signing-key: expected this site's own in the plan"):
+        with pytest.raises(PolicyError, match="signing-key: the plan lists"):
             ours.begin("north", roster, member)
 
 
@@ -191,7 +195,7 @@ def test_a_plan_with_a_lower_quorum_than_the_sites_own_is_refused(tmp_path):
 
 
 def test_a_request_in_a_run_in_the_clear_is_refused(tmp_path):
-    with pytest.raises(WireError, match="expected no request in a run with secure.enabled = false"):
+    with pytest.raises(WireError, match="a run with secure.enabled = false has no such requests"):
         secure_round.answer_secagg_request(assignment(tmp_path, ""), KeysRequest(run="r").to_bytes())
 
 
@@ -221,7 +225,7 @@ def test_another_broadcast_than_the_plan_s_is_refused_with_a_line(tmp_path):
     plan = plan.model_copy(update={"broadcast": broadcast_digest(digest)})
     round_ = secure_round.SecureClientRound(open_site(ours.sites["north"]), plan, terms)
     round_.require_broadcast(digest)
-    with pytest.raises(WireError, match="broadcast: expected the message for all of its sites"):
+    with pytest.raises(WireError, match="broadcast: this message is not the one that the plan names"):
         round_.require_broadcast("cd" * 32)
     assert refusals_of(ours.sites["north"]) == [("mask", "T10")]
 
@@ -256,5 +260,5 @@ def test_the_boot_id_is_the_machine_s_and_one_that_cannot_be_read_is_an_error(tm
     assert secure_round.read_boot_id() == "0f-1e"
     (tmp_path / "boot_id").unlink()
     (tmp_path / "boot_id").mkdir()
-    with pytest.raises(StateError, match="expected this machine's boot id"):
+    with pytest.raises(StateError, match="cannot read this machine's boot id"):
         secure_round.read_boot_id()

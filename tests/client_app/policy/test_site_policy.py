@@ -73,14 +73,14 @@ def test_without_a_policy_everything_passes():
         ('tasks = ["image-classification"]', "task.name: this site permits"),
         ('models = ["gpt2"]', 'task.model: this site permits .* found "tiny"'),
         ("max-rounds = 4", "run.rounds: this site permits at most 4, found 5"),
-        (None, r"policy: expected a readable policy file, found none \(FileNotFoundError\)"),
-        ("methods = fedavg", r"found an invalid one \(not TOML: Invalid value \(at line 1, column 11\)\)"),
+        (None, r"policy: the site's policy file cannot be read \(FileNotFoundError\)"),
+        ("methods = fedavg", r"is invalid \(not TOML: Invalid value \(at line 1, column 11\)\)"),
         (
             "[permits]\nmax-epsilon = 3\ndelta = 1e-5",
-            "delta, max-epsilon: expected above the line .permits., found below",
+            "delta, max-epsilon: move it above the line .permits.",
         ),
-        ("method = []", "found an invalid one .method: Extra inputs are not permitted"),
-        ('methods = "fedavg"', "found an invalid one .methods: Input should be a valid list"),
+        ("method = []", "is invalid .method: Extra inputs are not permitted"),
+        ('methods = "fedavg"', "is invalid .methods: Input should be a valid list"),
     ],
 )
 def test_it_fails_closed_and_names_the_key(text, reason, tmp_path):
@@ -144,7 +144,7 @@ def test_hours_hold_their_first_minute_and_not_their_last(hours, inside, outside
     for time in inside:
         check_run(asked, now=datetime.fromisoformat(f"2026-03-01T{time}"))
     for time in outside:
-        with pytest.raises(PolicyError, match=f"hours: this site permits .* found {time}"):
+        with pytest.raises(PolicyError, match=f"hours: this site trains only at .* it is {time}"):
             check_run(asked, now=datetime.fromisoformat(f"2026-03-01T{time}"))
 
 
@@ -158,7 +158,7 @@ def test_hours_hold_their_first_minute_and_not_their_last(hours, inside, outside
              'adjacency = "none"', "max-retries = -1", "min-batch = 0", "max-bytes-a-round = 0", "min-examples = true"]
 )  # fmt: skip
 def test_a_value_of_another_kind_closes_the_site(text, tmp_path):
-    with pytest.raises(PolicyError, match="expected a readable policy file, found an invalid one"):
+    with pytest.raises(PolicyError, match="the site's policy file is invalid"):
         check_run(assignment(tmp_path, text))
 
 
@@ -169,7 +169,7 @@ def test_a_value_of_another_kind_closes_the_site(text, tmp_path):
     ('[permits]\n"method.fields.rho" = 0.5', "method.params.rho"),
 ])  # fmt: skip
 def test_a_key_by_its_old_name_closes_the_site_and_the_new_one_is_said(text, new, tmp_path):
-    with pytest.raises(PolicyError, match=f"expected the key's current name, {new}"):
+    with pytest.raises(PolicyError, match=f"this is the key's old name; write {new}"):
         check_run(assignment(tmp_path, text))
 
 
@@ -243,7 +243,7 @@ def test_epsilon_is_compared_and_closes_on_what_is_no_number(found, permitted, t
 @pytest.mark.long
 def test_an_epsilon_that_cannot_be_had_closes_the_site(tmp_path):
     with pytest.raises(
-        PolicyError, match="epsilon: expected a value from the method, found none .*unknown field of fedrand"
+        PolicyError, match="epsilon: the method's epsilon could not be computed .*unknown field of fedrand"
     ):
         run_epsilon(assignment(tmp_path, "", order={"fields": '{"nothing": 1}'}), 1e-5)
 

@@ -154,7 +154,7 @@ def test_a_base_that_cannot_be_divided_is_refused_before_a_process_starts(tmp_pa
 
 
 def test_a_base_cannot_be_divided_among_one():
-    with pytest.raises(ConfigError, match="shard-base: expected processes = 2 or more, to divide .* found 1"):
+    with pytest.raises(ConfigError, match="shard-base divides the base among processes, .* processes is 1"):
         parse_site({"shard-base": True})
     assert parse_site({"shard-base": True, "processes": 2}).shard_base
 

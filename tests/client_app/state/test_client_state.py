@@ -125,7 +125,7 @@ def test_two_encrypted_files_of_a_site_do_not_change_places(tmp_path, take, seal
 
 def test_nothing_on_the_wire_names_a_key_file(tmp_path):
     order = {"round": 0, "is-new": True, "site": "s", "run": "r", "method": "fedavg", "fields": "{}"}
-    with pytest.raises(WireError, match="expected an instruction in the format of this version"):
+    with pytest.raises(WireError, match="the instruction is not in the format of this version"):
         ClientAssignment.from_instruction({**order, "key-file": "/etc/shadow"}, {}, {})
     for key in ("key-file", "site.key-file", "run.key-file", "client.key-file"):
         with pytest.raises(ConfigError):
@@ -137,7 +137,7 @@ def test_nothing_on_the_wire_names_a_key_file(tmp_path):
 def test_no_run_has_the_name_of_a_folder_that_is_something_else(tmp_path):
     for name in NOT_RUNS:
         for of in (ClientStateStore.open, ReplayGuard.open):
-            with pytest.raises(ConfigError, match="run.name: expected none of"):
+            with pytest.raises(ConfigError, match="run.name: .* is one of the reserved names"):
                 of(tmp_path, name, "s")
 
 

@@ -291,7 +291,7 @@ def test_a_folder_with_too_many_entries_is_said_not_to_be_searched(tmp_path, mon
     assert FolderWitness.open(tmp_path, "").limits == []
     (tmp_path / "4").write_text("")
     assert FolderWitness.open(tmp_path, "").limits == [
-        "it has more than 3 entries, so not all were searched for others' data folders"
+        "it has more than 3 entries, so some were not searched for the marks of others' data sets"
     ]
 
 
@@ -320,7 +320,7 @@ def test_an_id_file_that_cannot_be_locked_stops_the_site(tmp_path, monkeypatch):
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    refused = pytest.raises(StateError, match="can be locked against other state folders")
+    refused = pytest.raises(StateError, match="cannot be locked to keep other state folders out")
     with refused, FolderWitness.open(tmp_path, "").lock():
         raise AssertionError("not locked")
 
@@ -354,7 +354,7 @@ def test_a_lock_that_another_process_holds_stops_the_site_with_a_sentence(tmp_pa
     witness, began = FolderWitness.open(tmp_path, ""), time.monotonic()
     with another_process(HOLD, tmp_path / ID_FILE) as ready:
         assert ready == "held"
-        with pytest.raises(StateError, match=rf"{ID_FILE}: expected its lock within 0.3 seconds.*lslocks"):
+        with pytest.raises(StateError, match=rf"{ID_FILE}: another process has held its lock for 0.3 seconds.*lslocks"):
             ledger.charge(RunTerms("r", claim, 5, 5), ONE_TURN, claim, witness)
     assert time.monotonic() - began < 10
     assert f"waiting for the lock of {tmp_path / ID_FILE}" in caplog.text
@@ -410,7 +410,7 @@ def test_an_id_file_of_another_user_is_said_to_be_one(tmp_path, monkeypatch):
 
     FolderWitness.open(tmp_path, "").write(mark_of())
     monkeypatch.setattr(os, "open", refused)
-    with pytest.raises(StateError, match=r"found one of another user.*run this site as the file's owner"):
+    with pytest.raises(StateError, match=r"belongs to another user.*Run this site as the file's owner"):
         FolderWitness.find(tmp_path).read()
 
 

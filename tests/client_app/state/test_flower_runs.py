@@ -14,7 +14,7 @@ def test_a_flower_run_is_bound_to_the_name_of_its_first_instruction(tmp_path):
     flower_runs.bind_flower_run(tmp_path, 7, "first")
     flower_runs.bind_flower_run(tmp_path, 7, "first")
     for act in (flower_runs.check_flower_run, flower_runs.bind_flower_run):
-        with pytest.raises(PolicyError, match="run: expected 'first', which this Flower run began with.*'second'"):
+        with pytest.raises(PolicyError, match="run: this Flower run began with 'first'.*'second'"):
             act(tmp_path, 7, "second")
 
 
@@ -30,5 +30,5 @@ def test_a_file_that_cannot_be_read_is_an_error_in_words(damage, tmp_path):
     flower_runs.bind_flower_run(tmp_path, 7, "first")
     file = tmp_path / flower_runs.FOLDER / "7"
     file.write_bytes(file.read_bytes().replace(b"first", b"forst") if damage is None else damage)
-    with pytest.raises(StateError, match="expected the name of a run with its checksum.*restore it from a backup"):
+    with pytest.raises(StateError, match="cannot read the name of the run with its checksum.*restore it from a backup"):
         flower_runs.check_flower_run(tmp_path, 7, "first")

@@ -138,7 +138,7 @@ def test_a_record_that_cannot_be_read_is_an_error_and_names_the_file(record):
     content = record.file.read_text()
     for damaged in ("", "[" * 2000, content.replace("0.5", "0.6"), json.dumps({"sets": {}})):
         record.file.write_text(damaged)
-        with pytest.raises(StateError, match="north.json: expected the list of examples that this site holds out"):
+        with pytest.raises(StateError, match="north.json: cannot read the list of examples that this site holds out"):
             record.select_rows("set", 0.5, KEY, origins(400))
 
 

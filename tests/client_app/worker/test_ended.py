@@ -42,7 +42,7 @@ def test_a_turn_whose_worker_is_stopped_ends_with_the_order_s_time_and_the_next_
     began = time.monotonic()
     with pytest.raises(
         connection.ClientRoundError,
-        match="client round: expected an upload within 1 s, found none; the round was ended",
+        match="client round: it took more than 1 s and was ended",
     ):
         bench.turn(1)
     assert time.monotonic() - began < 10
@@ -93,9 +93,7 @@ def another():
 def test_another_supernode_of_the_same_site_cannot_reach_the_worker(bench, another):
     bench.turn(0)
     (worker,) = bench.workers()
-    with pytest.raises(
-        ConfigError, match=f"expected one SuperNode for site north here, found process {os.getpid()} too"
-    ):
+    with pytest.raises(ConfigError, match=f"two SuperNodes use it for site north, this one and process {os.getpid()}"):
         bench.turn(1, owner=OwnerProcess.from_pid(another.pid))
     for metadata in ((("owner", str(OwnerProcess.from_pid(another.pid))),), ()):
         with bench.folder.connect(worker).open_channel() as channel:
@@ -129,13 +127,15 @@ def test_an_idle_worker_ends(bench):
 @pytest.mark.long
 def test_beyond_its_memory_the_turn_fails_and_the_worker_ends(bench):
     bench.orders(hold_mb=600)
-    with pytest.raises(connection.ClientRoundError, match="worker-memory-mb: expected at most 500 MB, found") as error:
+    with pytest.raises(
+        connection.ClientRoundError, match="worker-memory-mb: the worker uses .* MB, above its limit of 500"
+    ) as error:
         bench.turn(0, worker_memory_mb=500)
     assert error.value.kind == "OutOfMemoryError"
     assert client.public_reason(error.value) == "WorkerError: the site's worker ended: out of memory"
     (end,) = bench.ends()
     assert end["round"] == 0
-    assert "raise it in the node config; give the site more memory, or lower train.batch-size" in end["failed"]
+    assert "raise the limit in the node config; give the site more memory, or lower train.batch-size" in end["failed"]
     assert until(lambda: bench.workers() == [])
 
 

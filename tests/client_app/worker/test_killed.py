@@ -82,7 +82,7 @@ def test_killed_in_training_twice_is_an_error_and_the_private_state_stays(bench)
     bench.turn(0)
     before = bench.private()
     bench.orders(deaths=2)
-    gone = r"expected an upload, found it gone after .* \(UNAVAILABLE\): SIGKILL: killed, .* MB at its last report; its"
+    gone = r"it sent no upload, and is gone after .* \(UNAVAILABLE\): SIGKILL: killed, .* MB at its last report; its"
     with pytest.raises(registry.WorkerDiedError, match=gone) as error:
         bench.turn(1)
     assert client.public_reason(error.value) == "WorkerError: the site's worker ended: killed or crashed"

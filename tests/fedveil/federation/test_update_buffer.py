@@ -131,7 +131,7 @@ def test_an_upload_that_is_too_old_is_discarded_with_its_private_state(tmp_path)
     assert list(steps.staleness) == ["a", "b", "c"]
     size, reason = steps.discarded["d"]
     assert size > 0
-    assert reason == "expected an upload at most 1 server steps old (cohort.max-staleness), found one 2 steps old"
+    assert reason == "it is 2 server steps old, above the limit of 1 (cohort.max-staleness)"
     assert steps.private.get("d") is None
     assert "d" not in steps.participated
     assert ("d" in {site for _, site, way in heard if way == "up"}, (0, "d", "down") in heard) == (False, True)
@@ -174,7 +174,7 @@ def test_fedrand_with_own_first_factors_does_not_go_with_a_buffer():
 
 @pytest.mark.parametrize("seconds", [{"e": 1.0}, {"a": 0.0}, {"a": math.inf}])
 def test_speeds_of_other_sites_and_without_end_are_refused(seconds):
-    with pytest.raises(ConfigError, match="site_seconds: expected"):
+    with pytest.raises(ConfigError, match="site_seconds: "):
         federation(seconds=seconds)
 
 
@@ -201,7 +201,7 @@ def test_states_are_kept_only_while_they_can_be_needed():
     flight, states = SitesInFlight(2), [FederatedState({}) for _ in range(5)]
     flight.begin(0, states[0])
     flight.ask(ctx := RoundContext(0, "slow", True, bytes(32)))
-    with pytest.raises(ValueError, match="slow: expected a site without an open request"):
+    with pytest.raises(ValueError, match="slow: this site already has an open request"):
         flight.ask(ctx)
     for version in range(1, 5):
         flight.begin(version, states[version])

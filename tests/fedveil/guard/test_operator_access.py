@@ -153,7 +153,7 @@ def test_who_is_revoked_or_past_the_last_day_is_refused_by_name(port):
     assert port.ask("/v1/control/start-run", other) == 200
     port.control.clock = MonotonicClock(NOW + timedelta(days=31))
     assert port.ask("/v1/control/start-run", other) == 403
-    assert "expiry date" in port.said
+    assert "expired on" in port.said
     assert [line["operator"] for line in port.lines()] == ["submit", "", "submit", "submit", "submit"]
 
 

@@ -70,14 +70,14 @@ def test_a_file_that_inflates_takes_no_memory(stated: int) -> None:
     assert len(bomb) < 100_000
     assert peak_of(get_fab_config, bomb) > ZEROS
     assert peak_of(require_bundle, bomb) < 2 << 20
-    with pytest.raises(WireError, match=r"in pyproject\.toml after inflating"):
+    with pytest.raises(WireError, match=r"pyproject\.toml has more than"):
         require_bundle(bomb)
 
 
 @pytest.mark.parametrize("stated", [0, 99, 101])
 def test_a_size_that_is_not_the_real_one_is_refused(stated: int) -> None:
     content = b"x" * 100
-    with pytest.raises(WireError, match=f"the {stated} bytes that it states, found 100|CRC"):
+    with pytest.raises(WireError, match=f"a file has 100 bytes, but states {stated}|CRC"):
         require_bundle(by_hand("a.py", content, stated, zlib.crc32(content)))
 
 
@@ -91,12 +91,12 @@ def test_all_files_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "content,words",
     [
-        (bytes(MAX_BUNDLE_BYTES + 1), f"at most {MAX_BUNDLE_BYTES} bytes"),
-        (b"PK\1\2" * (MAX_FILES + 1), f"at most {MAX_FILES} files"),
-        (bundle(("a", b"x" * 100), method=zipfile.ZIP_BZIP2), "another compression"),
-        (bundle(("a", b"x" * 100), method=zipfile.ZIP_LZMA), "another compression"),
-        (b"", "a zip file that can be read"),
-        (bundle(("a", b"x" * 100))[:-10], "a zip file that can be read"),
+        (bytes(MAX_BUNDLE_BYTES + 1), f"at most {MAX_BUNDLE_BYTES} are allowed"),
+        (b"PK\1\2" * (MAX_FILES + 1), f"at most {MAX_FILES} are allowed"),
+        (bundle(("a", b"x" * 100), method=zipfile.ZIP_BZIP2), "not with deflate"),
+        (bundle(("a", b"x" * 100), method=zipfile.ZIP_LZMA), "not with deflate"),
+        (b"", "it is not a readable zip file"),
+        (bundle(("a", b"x" * 100))[:-10], "it is not a readable zip file"),
     ],
 )
 def test_another_bundle_is_refused(content: bytes, words: str) -> None:

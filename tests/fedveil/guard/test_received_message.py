@@ -109,15 +109,18 @@ def other_root() -> Reply:
 
 
 HOSTILE = {
-    "a chunk named 300 times": (repeated, "expected Arrays of one slice"),
-    "a chunk named twice": (lambda: repeated(2), "expected Arrays of one slice"),
-    "two chunks": (several_chunks, "expected Arrays of one slice"),
-    "an Array of brackets": (lambda: with_body(repeated(1), "Array", b"[" * 60_000), "expected Arrays of one slice"),
-    "a record of brackets": (lambda: with_body(repeated(1), "ArrayRecord", b"[" * 60_000), "that Flower decodes"),
-    "a dict that is none": (lambda: with_body(repeated(1), "RecordDict", b"{}"), "that Flower decodes"),
-    "settings that are none": (lambda: with_body(repeated(1), "ConfigRecord", b"\xff"), "that Flower decodes"),
-    "a Message that is none": (lambda: with_body(repeated(1), "Message", b"\xff" * 5), "that Flower decodes"),
-    "a root of another type": (other_root, "that Flower decodes"),
+    "a chunk named 300 times": (repeated, "an Array must consist of one slice"),
+    "a chunk named twice": (lambda: repeated(2), "an Array must consist of one slice"),
+    "two chunks": (several_chunks, "an Array must consist of one slice"),
+    "an Array of brackets": (
+        lambda: with_body(repeated(1), "Array", b"[" * 60_000),
+        "an Array must consist of one slice",
+    ),
+    "a record of brackets": (lambda: with_body(repeated(1), "ArrayRecord", b"[" * 60_000), "Flower cannot decode"),
+    "a dict that is none": (lambda: with_body(repeated(1), "RecordDict", b"{}"), "Flower cannot decode"),
+    "settings that are none": (lambda: with_body(repeated(1), "ConfigRecord", b"\xff"), "Flower cannot decode"),
+    "a Message that is none": (lambda: with_body(repeated(1), "Message", b"\xff" * 5), "Flower cannot decode"),
+    "a root of another type": (other_root, "Flower cannot decode"),
 }
 
 
@@ -137,7 +140,7 @@ def test_a_message_is_refused_before_it_is_decoded(kind: str, guard: MessageGuar
     assert supernode.confirmed == 1  # else its SuperNode keeps the message's objects
     (line,) = audit_log.read_log(tmp_path / audit_log.NAME)
     assert (line["event"], line["app"]) == ("refused", object_id(FAB))
-    assert line["reason"].startswith("WireError: message: expected ")
+    assert line["reason"].startswith("WireError: message: ")
     (reply,) = sent
     assert reason in reply.error.reason
     assert reply.metadata.reply_to_message_id == message.metadata.message_id

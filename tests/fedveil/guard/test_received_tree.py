@@ -104,7 +104,7 @@ def test_what_is_accepted_expands_to_what_was_sent(announced: list[ObjectTree]) 
 @settings(max_examples=60)
 @given(st.one_of(trees(3), TABLES.map(listed)))
 def test_an_honest_tree_is_accepted(tree: ObjectTree) -> None:
-    """One with distinct children, whose objects have the same children everywhere, however often they come."""
+    """One with names a child twice, whose objects have the same children everywhere, however often they come."""
     children: dict[str, object] = {}
     for node in walk(tree):
         below = [child.object_id for child in node.children]
@@ -146,13 +146,13 @@ def chain(levels: int) -> ObjectTree:
 @pytest.mark.parametrize(
     "tree,words",
     [
-        (tree_of("root", tree_of("a"), tree_of("a")), "distinct children"),
-        (tree_of("root", tree_of("b", tree_of("a", tree_of("c"))), tree_of("a")), "two for one object"),
-        (tree_of("root", tree_of("a", tree_of("root"))), "two for one object"),
-        (tree_of("root", *map(tree_of, range(MOST))), f"at most {MOST} objects"),
+        (tree_of("root", tree_of("a"), tree_of("a")), "names a child twice"),
+        (tree_of("root", tree_of("b", tree_of("a", tree_of("c"))), tree_of("a")), "with different children"),
+        (tree_of("root", tree_of("a", tree_of("root"))), "with different children"),
+        (tree_of("root", *map(tree_of, range(MOST))), f"more than {MOST} objects"),
         (ObjectTree(object_id=id_of("root").upper()), "64 hex digits"),
         (ObjectTree(object_id=id_of("root"), children=[ObjectTree(object_id="0x" + "1" * 62)]), "64 hex digits"),
-        (chain(MAX_DEPTH + 1), f"at most {MAX_DEPTH} levels"),
+        (chain(MAX_DEPTH + 1), f"more than {MAX_DEPTH} levels"),
     ],
 )
 def test_another_tree_is_refused(tree: ObjectTree, words: str) -> None:
@@ -166,7 +166,7 @@ def test_the_deepest_and_the_largest_are_accepted() -> None:
 
 
 def test_the_root_is_the_message() -> None:
-    with pytest.raises(WireError, match="another root"):
+    with pytest.raises(WireError, match="the root of its tree is not the message"):
         require_tree(tree_of("a"), id_of("b"), MOST, {})
 
 
@@ -174,7 +174,7 @@ def test_the_children_that_the_store_has_cannot_change() -> None:
     """Else a second message names as bare what the first one gave children, level by level."""
     store = ObjectStoreFactory().store()
     store.preregister(RUN, tree_of("first", tree_of("a", tree_of("b"))))
-    with pytest.raises(WireError, match="already has"):
+    with pytest.raises(WireError, match="than it has in the store"):
         require(tree_of("second", tree_of("c", tree_of("a"))), MOST, store)
     require(tree_of("second", tree_of("c", tree_of("a", tree_of("b")))), MOST, store)
 

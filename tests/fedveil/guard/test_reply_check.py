@@ -52,7 +52,7 @@ def pushed(site: Site, arrays: dict[str, Array], **more) -> Message:
 def test_ten_megabytes_in_another_record_do_not_leave(site, data, record, kind):
     sent = pushed(site, {chunking.slice_key(0): of(data)}, **{"more\x1b[2J": record})
     assert sent.has_error()
-    assert "only the record fedveil, found 2" in sent.error.reason
+    assert "the record fedveil and no other, but has 2" in sent.error.reason
     line = audit_log.read_log(site.log)[-1]
     assert line["event"] == "withheld"
     assert line["up_bytes"] >= 10_000_000 + len(data)
@@ -71,20 +71,20 @@ def test_a_record_of_arrays_in_the_place_of_the_logs_anchor_is_no_way_out(site, 
 )
 def test_what_an_array_says_of_itself_carries_nothing(site, data, changes):
     sent = pushed(site, {chunking.slice_key(0): of(data, **changes)})
-    assert sent.error.reason.startswith("PolicyError: reply: expected uint8 slices of")
+    assert sent.error.reason.startswith("PolicyError: reply: its slices must be uint8")
 
 
 @pytest.mark.parametrize("names", [["000001"], ["000000", STOLEN], ["0"], []])
 def test_the_names_of_slices_carry_nothing(site, data, names):
     sent = pushed(site, {name: of(data) for name in names})
-    assert sent.error.reason.startswith("PolicyError: reply: expected slices 0, 1, 2")
+    assert sent.error.reason.startswith("PolicyError: reply: its slices must be named 0, 1, 2")
     assert STOLEN not in sent.error.reason
 
 
 def test_slices_have_one_size_and_the_last_one_is_not_empty(site, data, monkeypatch):
     cut = {chunking.slice_key(0): of(data[:100]), chunking.slice_key(1): of(data[100:])}
-    assert "uint8 slices of 1310720 bytes each except the last" in pushed(site, cut).error.reason
-    with pytest.raises(PolicyError, match="each except the last"):
+    assert "uint8 and have 1310720 bytes each, except the last" in pushed(site, cut).error.reason
+    with pytest.raises(PolicyError, match="each, except the last"):
         reply_check.upload_slices(RecordDict({"fedveil": ArrayRecord({chunking.slice_key(0): of(b"")})}))
     monkeypatch.setattr(chunking, "SLICE_BYTES", 100)
     parts = list(chunking.slice_message([data], 100))

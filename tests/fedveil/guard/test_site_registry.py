@@ -64,7 +64,7 @@ def test_a_key_is_served_until_its_last_day_and_not_after(tmp_path, control):
     refusals = [members.refusal(pem(key), True) for key in keys[1:]]
     assert {code for code, _ in refusals} == {RefusalBehavior.SAYS_WHY}
     words = [word for _, word in refusals]
-    assert "expiry date of this key was 2026-03-01" in words[0]
+    assert "this key expired on 2026-03-01" in words[0]
     assert ["is revoked" in words[1], "is expired" in words[2], "is replaced" in words[3]] == [True] * 3
     assert "is not registered" in words[4]
     assert ["--renew --renew-signing;" in word for word in words] == [False, True, False, False, False]
@@ -124,7 +124,7 @@ def test_a_broken_registry_lets_nobody_in_and_does_not_send_sites_away(text, tmp
     code, words = members.refusal(pem(public), True)
     assert code == RefusalBehavior.ASKS_AGAIN  # a SuperNode asks again
     assert str(tmp_path) not in words
-    with pytest.raises(StateError, match="expected the file made by fedveil provision"):
+    with pytest.raises(StateError, match="cannot read the file made by fedveil provision"):
         SiteKeyChecker(tmp_path, control)
     write(tmp_path, {"north": entry(public, until=NOW + timedelta(days=1))})
     assert members.refusal(pem(public), True) is None
@@ -133,7 +133,7 @@ def test_a_broken_registry_lets_nobody_in_and_does_not_send_sites_away(text, tmp
 def test_a_registry_that_everybody_may_write_is_none(tmp_path, control):
     write(tmp_path, {})
     (tmp_path / "members.json").chmod(0o666)
-    with pytest.raises(StateError, match="not world-writable"):
+    with pytest.raises(StateError, match="must not be world-writable"):
         SiteKeyChecker(tmp_path, control)
 
 
@@ -170,7 +170,7 @@ def test_nor_does_a_start_of_the_server_after_it_was_set_back(tmp_path, monkeypa
         again = ControlLog(tmp_path / "control.jsonl")
         again.clock._wall = lambda: back
         assert again.clock.now() >= NOW + timedelta(days=900)
-        assert "expiry date" in SiteKeyChecker(tmp_path, again).refusal(pem(public), True)[1]
+        assert "expired on" in SiteKeyChecker(tmp_path, again).refusal(pem(public), True)[1]
         again.write("asked", {})
 
 

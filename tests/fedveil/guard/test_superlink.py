@@ -54,7 +54,7 @@ def test_where_sites_are_served_is_an_address(address, folder, monkeypatch, caps
         superlink.prepare_arguments()
     assert ended.value.code == 2
     stderr = capsys.readouterr().err
-    assert "--fleet-api-address: expected HOST:PORT" in stderr
+    assert "is not HOST:PORT" in stderr
     assert "\x1b" not in stderr
     assert len(stderr) < 300
 
@@ -67,7 +67,7 @@ def test_operators_and_sites_have_a_port_each(control, folder, monkeypatch, caps
     monkeypatch.setattr(sys, "argv", own(folder, *control))
     with pytest.raises(SystemExit):
         superlink.prepare_arguments()
-    assert "expected a port other than the control port, found 9092" in capsys.readouterr().err
+    assert "port 9092 is also the control port" in capsys.readouterr().err
 
 
 def test_with_a_flower_that_is_not_known_it_does_not_start(folder, monkeypatch, capsys):
@@ -75,7 +75,7 @@ def test_with_a_flower_that_is_not_known_it_does_not_start(folder, monkeypatch, 
     monkeypatch.setattr(sys, "argv", own(folder))
     with pytest.raises(SystemExit):
         superlink.prepare_arguments()
-    assert "error: flwr: expected version 1.39" in capsys.readouterr().err
+    assert "error: flwr: this is version" in capsys.readouterr().err
 
 
 def test_the_control_calls_have_no_other_port(folder, monkeypatch):
@@ -92,7 +92,7 @@ def test_a_fleet_port_that_asks_for_no_key_is_refused(more, folder, monkeypatch,
     monkeypatch.setattr(sys, "argv", own(folder, *more))
     with pytest.raises(SystemExit):
         superlink.prepare_arguments()
-    assert "--fleet-api-type: expected grpc-rere" in capsys.readouterr().err
+    assert "--fleet-api-type: it must be grpc-rere" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(SPEAKS == "HTTP", reason="from 1.41 on Flower warns of the option, and serves no gRPC")
@@ -113,7 +113,7 @@ def test_without_keys_of_sites_it_does_not_start(flag, folder, monkeypatch, caps
     with pytest.raises(SystemExit) as ended:
         superlink.prepare_arguments()
     assert ended.value.code == 2
-    assert "expected --enable-supernode-auth, found none" in capsys.readouterr().err
+    assert "--enable-supernode-auth is missing" in capsys.readouterr().err
 
 
 def test_that_nothing_is_checked_stands_in_the_log(folder, monkeypatch):
@@ -144,7 +144,7 @@ def test_without_its_arguments_it_does_not_start(given, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         superlink.prepare_arguments()
     assert ended.value.code == 2
-    assert "expected --fedveil-registry FOLDER and --fedveil-log FILE" in capsys.readouterr().err
+    assert "--fedveil-registry FOLDER and --fedveil-log FILE are needed" in capsys.readouterr().err
 
 
 def test_nor_with_a_log_that_was_changed(folder, monkeypatch, capsys):

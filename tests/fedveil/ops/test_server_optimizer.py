@@ -156,5 +156,5 @@ def test_values_out_of_range_are_refused(key, value):
     ],
 )
 def test_a_key_that_the_optimizer_does_not_use_is_refused(given, key):
-    with pytest.raises(ConfigError, match=f"^server.{key}: expected .*, which does not use it"):
+    with pytest.raises(ConfigError, match=f"^server.{key}: .* does not use it"):
         ServerOptimizer.from_config(ServerConfig(**given))

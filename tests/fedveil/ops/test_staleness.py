@@ -72,7 +72,7 @@ def test_a_mask_stays_and_half_precision_is_widened():
 
 def test_a_term_that_the_state_does_not_have_is_refused():
     term = Contribution("other", tensor(3.0), 1.0)
-    with pytest.raises(ValueError, match="other: expected a tensor of the server's state, found none"):
+    with pytest.raises(ValueError, match="other: the server's state has no such tensor"):
         rebased(term, 1, "weights", {"w": tensor(1.0)}, {"w": tensor(1.0)})
 
 

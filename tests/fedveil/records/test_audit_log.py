@@ -86,7 +86,7 @@ def test_a_log_cut_at_the_end_verifies_and_an_anchor_finds_it(whole, tmp_path):
     anchor = audit_log.log_head(file)
     file.write_bytes(b"".join(whole[:3]))
     assert audit_log.verify_log(file).lines == 3
-    assert "at least 5 lines, as an anchor records, found 3" in refused(tmp_path, b"".join(whole[:3]), anchor)
+    assert "an anchor records 5 lines, but the log has only 3" in refused(tmp_path, b"".join(whole[:3]), anchor)
 
 
 def test_a_log_written_anew_verifies_and_an_anchor_finds_it(whole, tmp_path):
@@ -122,7 +122,7 @@ def test_a_line_longer_than_a_block_is_the_last_one_too(tmp_path):
 
 
 def test_a_name_of_its_own_and_a_value_that_is_no_json_are_refused(tmp_path):
-    with pytest.raises(StateError, match=r"found \['n'\]"):
+    with pytest.raises(StateError, match=r"\['n'\] are the log's own names"):
         audit_log.append_entry(tmp_path / "log.jsonl", "sent", {"n": 3})
     with pytest.raises(ValueError, match="JSON"):
         audit_log.append_entry(tmp_path / "log.jsonl", "sent", {"loss": float("nan")})
@@ -133,7 +133,7 @@ def test_what_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StateError, match="cannot write the audit log"):
         audit_log.append_entry(tmp_path / "file" / "log.jsonl", "sent", {})
-    with pytest.raises(StateError, match="expected an audit log, found none"):
+    with pytest.raises(StateError, match="cannot read an audit log"):
         audit_log.verify_log(tmp_path / "none.jsonl")
 
 

@@ -131,7 +131,9 @@ def test_a_damaged_line_is_named(tmp_path, line, at, changes, expected):
     rows = [json.loads(text) for text in file.read_text().splitlines()]
     rows[line][at] = changes
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(StateError, match=f"d, line {line + 1}: expected a message or a kind of messages") as error:
+    with pytest.raises(
+        StateError, match=f"d, line {line + 1}: this is neither a message nor a kind of messages"
+    ) as error:
         read_messages(file)
     assert expected in str(error.value)
     assert "restore it, or move the file away" in str(error.value)
@@ -140,5 +142,5 @@ def test_a_damaged_line_is_named(tmp_path, line, at, changes, expected):
 @pytest.mark.parametrize("text", ["nonsense\n", "[]\n", '"form"\n', "7\n", "\n"])
 def test_a_line_that_is_no_object_is_named(tmp_path, text):
     (tmp_path / "d").write_text(text)
-    with pytest.raises(StateError, match="d, line 1: expected a message or a kind of messages"):
+    with pytest.raises(StateError, match="d, line 1: this is neither a message nor a kind of messages"):
         read_messages(tmp_path / "d")

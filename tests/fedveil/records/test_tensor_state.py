@@ -48,7 +48,7 @@ def test_a_damaged_file_is_refused(tmp_path, damage):
     path = tmp_path / "s"
     save_state(STATE, path)
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(StateError, match="expected a state file"):
+    with pytest.raises(StateError, match="cannot read a state file"):
         load_state(path)
 
 
@@ -110,7 +110,7 @@ def test_client_secret_is_kept_unless_deterministic(tmp_path):
     assert store.secret(0, "a", False) == store.secret(0, "a", False) != other.secret(0, "b", False)
     assert store.secret(0, "a", True) == other.secret(0, "a", True) != store.secret(0, "a", False)
     (store.folder / "secret").write_bytes(b"short")
-    with pytest.raises(StateError, match="found 5 bytes: its checksum does not match its bytes; restore"):
+    with pytest.raises(StateError, match="5 bytes: its checksum does not match its bytes.; restore"):
         store.secret(0, "a", False)
 
 

@@ -66,7 +66,7 @@ def test_init_makes_an_ends_keys_and_says_what_to_do_with_them(tmp_path, capsys)
     assert "keys/peer.pub in its kit" in stdout
     assert "SHA256:" in stdout.splitlines()[-1]
     assert main(["relay", "init", "--out", str(tmp_path / "keys")]) == 2
-    assert "expected no key yet, found one" in capsys.readouterr().err
+    assert "a key already exists" in capsys.readouterr().err
     assert main(["relay", "init"]) == 2
     assert "fedveil relay init --kit ." in capsys.readouterr().err
 
@@ -109,11 +109,11 @@ def _settings(kit: Path) -> EndpointConfig:
     "break_,said",
     [
         (lambda kit: (kit / "keys" / "relay.key").unlink(), "make one with fedveil relay init"),
-        (lambda kit: (kit / "keys" / "peer.pub").unlink(), "expected the other end's relay.pub"),
+        (lambda kit: (kit / "keys" / "peer.pub").unlink(), "cannot read the other end's relay.pub"),
         (lambda kit: (kit / "keys" / "peer.pub").write_text("nobody"), "copy the other end's relay.pub again"),
         (
             lambda kit: (kit / "keys" / "peer.pub").write_bytes((kit / "keys" / "relay.pub").read_bytes()),
-            "found this end's own",
+            "is this end's own",
         ),
         (lambda kit: (kit / "keys" / "relay.key").chmod(0o644), "readable only by its owner"),
     ],
@@ -131,10 +131,10 @@ def test_keys_that_do_not_serve_are_said_before_anything_starts(kits, end, actio
 def test_the_folder_that_letters_come_by_must_be_there(kits, end, action, folder, capsys):
     (kits[end] / folder).rmdir()
     assert relay(action, kits[end]) == 2
-    assert f"{folder.upper()}: expected the folder for exchanged files, found none" in capsys.readouterr().err
+    assert f"{folder.upper()}: the folder for exchanged files does not exist" in capsys.readouterr().err
     one = str(kits[end])
     assert main(["relay", action, "--kit", one, one, one]) == 2
-    assert "REPLIES: expected a folder other than ORDERS" in capsys.readouterr().err
+    assert "is also the folder for ORDERS" in capsys.readouterr().err
     assert relay(action, kits[end], "--most-mb", "5000") == 2
     assert "--most-mb: expected 1 to 1900, found 5000" in capsys.readouterr().err
 
@@ -147,7 +147,7 @@ def test_a_wait_that_a_supernode_cannot_have_is_said(kits, capsys):
 def test_one_import_at_a_time(kits, capsys):
     book = MessageLog.open(kits["site"] / "state")
     assert relay("import", kits["site"]) == 2
-    assert "expected no other relay for this site, found one running" in capsys.readouterr().err
+    assert "another relay for this site is running" in capsys.readouterr().err
     book.release()
 
 
@@ -168,7 +168,7 @@ def test_a_node_key_of_another_kind_is_said_at_the_servers_end(kits, capsys):
 def test_without_a_kit_every_missing_option_is_named(tmp_path, capsys):
     (tmp_path / "a").mkdir()
     assert main(["relay", "export", str(tmp_path / "a"), str(tmp_path / "b"), "--name", "north"]) == 2
-    assert "found no --superlink, --ca, --key" in capsys.readouterr().err
+    assert "missing: --superlink, --ca, --key" in capsys.readouterr().err
     assert main(["relay", "import", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
     assert "expected the unpacked start-up kit, or --name, found no --name" in capsys.readouterr().err
 

@@ -249,7 +249,7 @@ def test_an_order_of_a_run_that_is_no_serverapps_is_refused_and_logged(both, mon
         return
     assert taken is None
     (words,) = site.refused()
-    assert f"expected a ServerApp run (flwr-serverapp), found one of type {kind}" in words
+    assert f"only ServerApp runs (flwr-serverapp) are accepted, but this one has type {kind}" in words
     assert [line["event"] for line in audit_log.read_log(both.site.state / "relay-log.jsonl")] == ["refused"]
 
 
@@ -294,7 +294,7 @@ def test_orders_come_in_turn_and_one_from_before_another_is_refused(both):
     assert taken.object_id == second.object_id
     site.answer(upload(taken))
     assert site.take() is None
-    assert "z.relay: older: expected the run's newest order" in site.refused()[-1]
+    assert "z.relay: older: the site has already accepted a newer order" in site.refused()[-1]
 
 
 def test_an_order_that_ended_is_refused_by_the_sites_clock_and_taken_back_by_the_servers(both):
@@ -312,7 +312,7 @@ def test_an_order_that_ended_is_refused_by_the_sites_clock_and_taken_back_by_the
     assert server.orders() == []
     assert server.sent == []
     assert "it has expired" in " ".join(server.said())
-    assert "expected a reply to an open order" in server.said()[-1]
+    assert "it answers no open order" in server.said()[-1]
 
 
 def test_secure_aggregation_is_refused_at_once_for_nobody_waits_so_long(both):
@@ -403,7 +403,7 @@ def test_another_sites_reply_is_refused(both):
     assert "sender: expected" in server.said()[-1]
     letter(both, both.server.replies, f"{'ab' * 16}.relay", reply, REPLY, SITE, SERVER)
     server.look()
-    assert "expected a reply to an open order" in server.said()[-1]  # of another letter's number
+    assert "it answers no open order" in server.said()[-1]  # of another letter's number
     assert server.sent == []
     letter(both, both.server.replies, f"{id_}.relay", reply, REPLY, SITE, SERVER)
     server.look()
@@ -413,11 +413,11 @@ def test_another_sites_reply_is_refused(both):
 @pytest.mark.parametrize(
     "change,said",
     [
-        ({"message": b"\xff\xff"}, "expected Flower's message, run and bundle"),
-        ({"run": b"\xff\xff"}, "expected Flower's message, run and bundle"),
-        ({"bundle": b"\xff\xff"}, "expected Flower's message, run and bundle"),
-        ({"run": b""}, "expected matching message, run and node"),
-        ({"node": 5}, "expected matching message, run and node"),
+        ({"message": b"\xff\xff"}, "Flower's message, run and bundle cannot be read"),
+        ({"run": b"\xff\xff"}, "Flower's message, run and bundle cannot be read"),
+        ({"bundle": b"\xff\xff"}, "Flower's message, run and bundle cannot be read"),
+        ({"run": b""}, "do not match each other"),
+        ({"node": 5}, "do not match each other"),
     ],
     ids=["message", "run", "bundle", "another run", "another node"],
 )
@@ -480,7 +480,7 @@ def test_a_folder_that_is_gone_is_said_once_and_waited_for(both):
     both.server.replies.rmdir()
     server.look()
     server.look()
-    assert sum("expected a folder for exchanged files" in words for words in server.said()) == 1
+    assert sum("the folder for exchanged files cannot be read" in words for words in server.said()) == 1
 
 
 def test_of_a_bundles_message_nothing_else_is_written(both):
@@ -492,7 +492,7 @@ def test_of_a_bundles_message_nothing_else_is_written(both):
     assert taken is not None
     extra = upload(taken)
     extra.content["more"] = ConfigRecord({"row": "a name"})
-    with pytest.raises(PolicyError, match="expected only the record fedveil"):
+    with pytest.raises(PolicyError, match="it must contain the record fedveil and no other"):
         reply_of(extra, "ab" * 16, 1.0)
 
 

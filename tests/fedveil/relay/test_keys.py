@@ -15,7 +15,7 @@ def test_an_end_makes_its_keys_once_and_the_other_reads_the_public_half(tmp_path
     assert secret.stat().st_mode & 0o777 == 0o600
     assert keys.read_public(tmp_path / "keys" / "relay.pub") == made == keys.EndpointSecret.from_file(secret).public
     assert secret.read_bytes().hex() not in (tmp_path / "keys" / "relay.pub").read_text()
-    with pytest.raises(ConfigError, match="expected no key yet"):
+    with pytest.raises(ConfigError, match="a key already exists"):
         keys.make_keys(tmp_path / "keys")
 
 
@@ -42,7 +42,7 @@ def test_ends_differ_in_id_and_fingerprint_and_a_secret_is_not_shown():
 )  # fmt: skip
 def test_what_is_no_public_half_is_refused_in_words(text, tmp_path):
     (tmp_path / "peer.pub").write_text(text)
-    with pytest.raises(ConfigError, match=r"--peer: expected .* copy the other end's relay.pub again"):
+    with pytest.raises(ConfigError, match=r"--peer: .* copy the other end's relay.pub again"):
         keys.read_public(tmp_path / "peer.pub")
 
 

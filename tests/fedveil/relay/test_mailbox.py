@@ -53,17 +53,17 @@ def test_a_link_a_folder_and_a_pipe_are_refused_and_none_is_waited_for(tmp_path)
     names = {incoming.next(), incoming.next(), incoming.next()}
     assert names == {"link.relay", "folder.relay", "pipe.relay"}
     for name in names:
-        with pytest.raises(WireError, match="expected a .*regular file"), incoming.opened(str(name)):
+        with pytest.raises(WireError, match="it is not a .*regular file"), incoming.opened(str(name)):
             pass
 
 
 def test_a_folder_that_is_gone_or_too_full_is_said(tmp_path, monkeypatch):
-    with pytest.raises(StateError, match="expected a folder for exchanged files"):
+    with pytest.raises(StateError, match="the folder for exchanged files cannot be read"):
         IncomingFolder(tmp_path / "none").next()
     monkeypatch.setattr(mailbox, "_MOST_NAMES", 3)
     for number in range(4):
         (tmp_path / f"{number}.relay").touch()
-    with pytest.raises(StateError, match="expected at most 3 files"):
+    with pytest.raises(StateError, match="more than 3 files"):
         IncomingFolder(tmp_path).next()
 
 

@@ -38,7 +38,7 @@ def test_both_come_back_as_they_were():
     ids=str,
 )  # fmt: skip
 def test_an_order_that_is_none_is_refused(changes):
-    with pytest.raises(WireError, match="expected"):
+    with pytest.raises(WireError, match="(order|reply|relay file): "):
         RelayRequest.from_bytes(changed(ORDER.packed(), **changes))
 
 
@@ -51,7 +51,7 @@ def test_an_order_that_is_none_is_refused(changes):
     ids=lambda changes: str(changes)[:40],
 )  # fmt: skip
 def test_a_reply_that_is_none_is_refused(changes):
-    with pytest.raises(WireError, match="expected"):
+    with pytest.raises(WireError, match="(order|reply|relay file): "):
         RelayReply.from_bytes(changed(REPLY.packed(), **changes))
 
 
@@ -61,7 +61,7 @@ def test_a_signature_comes_back_as_the_record_that_the_guard_made():
 
 
 def test_a_reply_without_an_upload_or_a_code_is_refused():
-    with pytest.raises(WireError, match="expected an upload, or a code"):
+    with pytest.raises(WireError, match="it must have an upload, or a code"):
         RelayReply.from_bytes(b"".join(replace(REPLY, upload=b"").packed()))
 
 
@@ -74,5 +74,5 @@ def test_a_reason_is_shown_as_text():
 )  # fmt: skip
 def test_bytes_that_are_neither_are_refused(content):
     for kind in (RelayRequest, RelayReply):
-        with pytest.raises(WireError, match="relay file: expected"):
+        with pytest.raises(WireError, match="relay file: "):
             kind.from_bytes(content)

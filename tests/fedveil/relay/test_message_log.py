@@ -40,14 +40,14 @@ def test_an_older_order_of_the_same_run_is_refused_and_another_runs_is_not(tmp_p
     book.take("a", "run", ORDER)
     older = replace(ORDER, made=4999)
     for now in (book, opened_anew(book)):
-        with pytest.raises(PolicyError, match="expected the run's newest order"):
+        with pytest.raises(PolicyError, match="already accepted a newer order"):
             now.require_new("b", "run", older)
         now.require_new("b", "other", older)
 
 
 def test_one_process_has_it(tmp_path):
     book = MessageLog.open(tmp_path)
-    with pytest.raises(StateError, match="expected no other relay for this site"):
+    with pytest.raises(StateError, match="another relay for this site is running"):
         MessageLog.open(tmp_path)
     opened_anew(book)
 

@@ -102,14 +102,14 @@ def with_head(data: bytes, signer: EndpointSecret, **changes: str) -> bytes:
     "data,said",
     [
         (letter(own=STRANGER), "sender: expected"),
-        (with_head(letter(own=STRANGER), STRANGER, sender=SERVER.public.id), "expected the other end's signature"),
+        (with_head(letter(own=STRANGER), STRANGER, sender=SERVER.public.id), "no valid signature by the other end"),
         (letter(peer=STRANGER), "recipient: expected"),
-        (with_head(letter(peer=STRANGER), SERVER, recipient=SITE.public.id), "expected a file encrypted for this end"),
+        (with_head(letter(peer=STRANGER), SERVER, recipient=SITE.public.id), "it was not encrypted for this end"),
         (letter(kind=REPLY), "kind: expected order, found reply"),
-        (with_head(letter(kind=REPLY), SERVER, kind=ORDER), "expected a file encrypted for this end"),
-        (with_head(letter(), SERVER, id="ab" * 16), "expected a file encrypted for this end"),
+        (with_head(letter(kind=REPLY), SERVER, kind=ORDER), "it was not encrypted for this end"),
+        (with_head(letter(), SERVER, id="ab" * 16), "it was not encrypted for this end"),
         (with_head(letter(), SERVER, ephemeral="00" * 32), "low order"),
-        (b"#!/bin/sh\nrm -rf /\n" + bytes(300), "expected a relay file of version 1"),
+        (b"#!/bin/sh\nrm -rf /\n" + bytes(300), "it is not a relay file of version 1"),
     ],
     ids=["a stranger's", "a stranger's in the server's name", "another site's", "another site's with this one's name",
          "a reply", "a reply called an order", "another id", "a key that agrees with everybody's", "something else"],
@@ -123,7 +123,7 @@ def test_the_body_of_one_letter_with_the_head_of_another_is_refused():
     first, second = letter(), letter([b"another question ...."[: len(CONTENT)]])
     tail = 68 + int.from_bytes(first[-4:], "big")
     assert len(first) == len(second)
-    with pytest.raises(WireError, match="expected the signed bytes"):
+    with pytest.raises(WireError, match="its bytes are not the signed ones"):
         read(second[:-tail] + first[-tail:])
 
 
@@ -140,7 +140,7 @@ def test_a_letter_above_the_bound_is_refused_before_a_byte_is_read():
         def read(self, size: int | None = -1, /) -> bytes:
             raise AssertionError("read")
 
-    with pytest.raises(WireError, match="expected at most 10 bytes, found 11"):
+    with pytest.raises(WireError, match="it has 11 bytes; at most 10 are allowed"):
         decrypt_message(Large(bytes(11)), "x.relay", ORDER, SITE, SERVER.public, 10)
 
 
@@ -148,5 +148,5 @@ def test_a_head_that_is_no_head_is_refused():
     data = letter()
     length = int.from_bytes(data[-4:], "big")
     for head in (b"{}", b"[1]", b"{" * 900, b'{"kind": 1}', data[-68 - length : -68].replace(b'"order"', b'"bread"')):
-        with pytest.raises(WireError, match="expected a header"):
+        with pytest.raises(WireError, match="it has no header"):
             read(data[: -68 - length] + head + bytes(64) + len(head).to_bytes(4, "big"))

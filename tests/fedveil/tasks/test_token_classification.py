@@ -315,7 +315,7 @@ WRONG = {
     "no tags": (ROW | {"ner_tags": None}, r"a list of tags, one for each word, .* found no value \(null\)"),
     "tags in a text": (ROW | {"ner_tags": "O O O O O"}, "a list of tags, .* found a text of 9 characters"),
     "fewer tags": (ROW | {"ner_tags": ["O"]}, "expected 5 tags, one for each word, .* found 1"),
-    "another entity": (ROW | {"ner_tags": ["O"] * 4 + ["B-SITE"]}, "a tag at word 5 that is none of task.class-names"),
+    "another entity": (ROW | {"ner_tags": ["O"] * 4 + ["B-SITE"]}, "a tag at word 5 that is not in task.class-names"),
     "iob1": (ROW | {"ner_tags": ["O", "I-DRUG", "I-DRUG", "O", "O"]}, 'word 2.* "iob2" \\(or "iob1"'),
     "iobes": (ROW | {"ner_tags": ["O", "B-DRUG", "E-DRUG", "O", "O"]}, 'a tag at word 3 .*or "iob1", "iobes"'),
     "numbers": (ROW | {"ner_tags": [0, 1, 2, 3, 4]}, "found an integer at word 1.* give all tags in task.class-names"),
@@ -330,7 +330,7 @@ WRONG = {
     "inside a word": (of_text([[7, 16, "DRUG"]]), "span 1 that begins or ends inside a word"),
     "behind the text": (of_text([[17, 22, "DOSE"]]), "not within the 21 characters"),
     "overlapping": (of_text([[6, 16, "DRUG"], [12, 16, "DOSE"]]), "span 2 that overlaps another one"),
-    "another name": (of_text([[6, 16, "SITE"]]), "span 1 with a name that is none"),
+    "another name": (of_text([[6, 16, "SITE"]]), "span 1 with a name that is not in"),
     "two names": (of_text([{"start": 6, "end": 16, "labels": ["DRUG", "DOSE"]}]), "span 1 with 2 names"),
     "no name": (of_text([{"start": 6, "end": 16, "labels": None}]), "or without a name"),
     "offsets of UTF-16": (

@@ -146,7 +146,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_a_site_s_made_up_answer_is_refused_at_the_gate(what):
-    with pytest.raises(UploadRefused, match="held_out.*expected .*found"):
+    with pytest.raises(UploadRefused, match="held_out.*found"):
         check_upload(DecodedMessage(Payload({}), 4, FAULTS[what]), UploadLimits(max_examples=1000))
     for good in ({}, {held_out_report.LOSS: -1.0, held_out_report.ROWS: 64.0}, {held_out_report.REFUSED: 2.0}):
         assert check_upload(DecodedMessage(Payload({}), 4, good), UploadLimits(max_examples=1000)) == 4

@@ -22,7 +22,7 @@ def test_messages_come_back_byte_for_byte_in_order(tmp_path):
 
 
 def test_a_folder_without_a_tap_says_so(tmp_path):
-    with pytest.raises(StateError, match=r"expected captured messages \(index.jsonl\), found none"):
+    with pytest.raises(StateError, match=r"there are no captured messages \(index.jsonl\)"):
         list(MessageCapture(tmp_path).messages())
 
 

@@ -28,7 +28,7 @@ def test_views_of_other_element_types_are_cut_by_the_byte():
 
 @pytest.mark.parametrize("total", [0, 5, 7])
 def test_slices_that_are_too_few_or_too_many_bytes_are_refused(total):
-    with pytest.raises(WireError, match=f"expected slices that add up to {total} bytes"):
+    with pytest.raises(WireError, match=f"its slices do not add up to {total} bytes"):
         fill_slices(bytearray(total), [b"abc", b"def"])
 
 

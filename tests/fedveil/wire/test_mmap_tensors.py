@@ -46,14 +46,14 @@ def test_fields_of_a_message_in_a_file_leave_memory_when_another_is_read(tmp_pat
 
 def test_a_short_message_stays_in_memory_and_a_full_disk_is_named(tmp_path, monkeypatch):
     assert mmap_tensors.allocate(tmp_path, 100) == bytearray(100)
-    with pytest.raises(WireError, match="slices that add up to 100 bytes"):
+    with pytest.raises(WireError, match="slices do not add up to 100 bytes"):
         chunking.fill_slices(mmap_tensors.allocate(tmp_path, 100), [bytes(99)])
 
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(StateError, match="no room for a message of 16777216 bytes"):
+    with pytest.raises(StateError, match="no space for a message of 16777216 bytes"):
         mmap_tensors.allocate(tmp_path, mmap_tensors.LEAST_BYTES)
 
 

@@ -220,7 +220,7 @@ def test_a_run_without_a_lock_file_cannot_begin_meanwhile(pilot, monkeypatch):
 
     def begin(*arguments) -> None:
         monkeypatch.setattr(process_exit, "_TRIES", 1)
-        with pytest.raises(StateError, match="expected no other ServerApp"):
+        with pytest.raises(StateError, match="another ServerApp uses it"):
             process_exit.lock_folder(folder)
         recording(*arguments)
 

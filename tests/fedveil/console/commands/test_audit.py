@@ -313,8 +313,7 @@ def test_bad_arguments_get_one_line(run_folder, capsys, arguments, said):
 def test_a_run_without_a_tap_says_how_to_get_one(make_run, capsys):
     assert main(["audit", str(make_run()), "--data", str(DATA)]) == 2
     assert (
-        "expected captured messages (index.jsonl), found none; run with run.capture-messages = true"
-        in capsys.readouterr().err
+        "there are no captured messages (index.jsonl); run with run.capture-messages = true" in capsys.readouterr().err
     )
 
 

@@ -80,7 +80,7 @@ def test_a_policy_that_cannot_be_read_is_named_before_the_base_is_read(tmp_path,
     policy = tmp_path / "site-policy.toml"
     policy.write_bytes(content)
     assert main(["explain", "--policy", str(policy)]) == 2
-    assert f"--policy {policy}: expected a readable policy file" in capsys.readouterr().err
+    assert f"--policy {policy}: the site's policy file" in capsys.readouterr().err
 
 
 def test_the_run_config_comes_from_a_file_and_from_pairs(tmp_path):
@@ -277,5 +277,5 @@ def test_an_own_model_is_judged_by_the_digest_of_its_file_in_the_bundle(lora_spe
     for policy in ({}, {"modules": []}, {"modules": [f"sha256:{'0' * 64}"]}):
         (refusal,) = found(run, **policy)
         assert f"with the digest {digest}; ask the site to review the file" in refusal
-    with pytest.raises(PolicyError, match=r"except task.module's, found heart\.py; remove it"):
+    with pytest.raises(PolicyError, match=r"but also contains heart\.py; remove it"):
         found(run | {"task.module": "unet"}, modules=[digest])

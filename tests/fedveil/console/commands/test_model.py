@@ -189,7 +189,7 @@ def test_a_folder_that_is_no_run_or_a_hostile_one_gets_an_error_in_words(tmp_pat
     weights = run / "final" / "server.safetensors"
     good = weights.read_bytes()
     weights.write_bytes(good[:-1] + b"\x55")
-    assert "server.safetensors: expected a state file" in refused(capsys, *asked)
+    assert "server.safetensors: cannot read a state file" in refused(capsys, *asked)
     save_state(FederatedState({"h.0.attn.c_attn.lora_A": torch.zeros(3)}), weights)
     assert "weights: expected" in refused(capsys, *asked)
     weights.unlink()

@@ -162,12 +162,12 @@ def test_a_run_that_left_no_folder_here_says_why_it_failed_and_where_the_server_
     printed = (
         "INFO : fedveil: the run folder is /srv/runs/first\x1b[2J\n"
         "Traceback (most recent call last):\n  File x\n"
-        "fedveil.errors.StateError: run folder /srv/runs/first: expected a new one, found a run; choose\x1b[2J\n"
+        "fedveil.errors.StateError: run folder /srv/runs/first: it already contains a run; choose\x1b[2J\n"
     )
     monkeypatch.setattr("fedveil.console.commands.runs.submit.FlowerCli.printed", printed)
     assert submitted(tmp_path, "--set", "run.name=first") == 1
     stdout = capsys.readouterr().out
-    assert "failed: run folder /srv/runs/first: expected a new one, found a run; choose" in stdout
+    assert "failed: run folder /srv/runs/first: it already contains a run; choose" in stdout
     assert "the run folder is /srv/runs/first" in stdout
     assert "\x1b" not in stdout
 
@@ -213,7 +213,7 @@ def bare(monkeypatch):
 def test_a_missing_extra_is_refused_before_anything_is_sent(tmp_path, flower, capsys, bare, sink):
     assert submitted(tmp_path, "--set", f"sinks.use={sink}") == 2
     stderr = capsys.readouterr().err
-    assert f'sinks.use: expected the extra "{sink}" here' in stderr
+    assert f'sinks.use: {sink} needs the extra "{sink}" here' in stderr
     assert f"pip install --require-hashes --no-deps -r lock/{sink}.txt" in stderr
     assert "nothing was sent" in stderr
     assert "--extras-at-server" in stderr
@@ -275,7 +275,7 @@ def test_a_name_that_a_run_has_is_refused_before_anything_is_sent(tmp_path, flow
     assert own_app(tmp_path) == 2
     assert flower == []
     error = capsys.readouterr().err
-    assert re.search(r"run folder .*runs/first: expected a new one, found a run.*run\.name.*; nothing was sent", error)
+    assert re.search(r"run folder .*runs/first: it already contains a run.*run\.name.*; nothing was sent", error)
 
 
 @pytest.mark.parametrize("more", [("--set", "run.resume=true"), ("--set", "run.name=second"), ("--extras-at-server",)])

@@ -57,10 +57,10 @@ def test_why_a_supernode_ended_is_said_in_words(code, reason, tmp_path):
 @pytest.mark.parametrize(
     "log",
     [
-        '\tdetails = "fedveil: the expiry date of this key was 2026-03-01\x1b[2J; a"\n\tdebug = "fedveil: x"\n',
-        "Failed to initialize the connection to the SuperLink.\nfedveil: the expiry date of this key was 2026-03-01\n"
+        '\tdetails = "fedveil: this key expired on 2026-03-01\x1b[2J; a"\n\tdebug = "fedveil: x"\n',
+        "Failed to initialize the connection to the SuperLink.\nfedveil: this key expired on 2026-03-01\n"
         "see ref-exit-codes/305.html\n",
-        "Failed to initialize the connection to the SuperLink.\n[code: 0] fedveil: the expiry date of this key was "
+        "Failed to initialize the connection to the SuperLink.\n[code: 0] fedveil: this key expired on "
         "2026-03-01\nsee ref-exit-codes/305.html\n",
     ],
 )
@@ -68,14 +68,12 @@ def test_the_reason_that_the_server_gives_is_shown_as_text(log, tmp_path):
     processes = ProcessGroup(tmp_path)
     processes.log("north").write_text(log)
     processes.ended = lambda name: 0
-    with pytest.raises(
-        ConfigError, match="does not serve it: fedveil: the expiry date of this key was 2026-03-01"
-    ) as error:
+    with pytest.raises(ConfigError, match="does not serve it: fedveil: this key expired on 2026-03-01") as error:
         watch(processes).until_ended()
     assert "\x1b" not in str(error.value)
     was_online = watch(processes)
     was_online.online = True
-    with pytest.raises(ConfigError, match="no longer serves it: fedveil: the expiry date"):
+    with pytest.raises(ConfigError, match="no longer serves it: fedveil: this key expired on"):
         was_online.until_ended()
 
 
@@ -253,7 +251,7 @@ def test_online_is_said_while_heartbeats_are_answered_alone(tmp_path, monkeypatc
         (-9, "", True),
         (0, "SuperNode ID: 5\n", True),
         (1, "error: flwr: expected version 1.39\n", False),
-        (1, "fedveil: the expiry date of this key was 2026-01-01\n", False),
+        (1, "fedveil: this key expired on 2026-01-01\n", False),
         (1, "https://flower.ai/docs/framework/ref-exit-codes/302.html\n", False),
         (1, "https://flower.ai/docs/framework/ref-exit-codes/600.html\n", True),
     ],

@@ -117,7 +117,10 @@ def test_a_full_disk_is_said_once_and_so_is_its_end(pilot, monkeypatch, capsys):
         monkeypatch.setattr(process_exit.shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
         programs.tell_full_disk()
     first, second = capsys.readouterr().err.splitlines()
-    assert first == f"server: the disk of {pilot / 'server'} is full (1 MB free): free space; until then runs fail"
+    assert (
+        first
+        == f"server: the disk of {pilot / 'server'} is full (1 MB free): free some disk space; until then runs fail"
+    )
     assert second == f"server: the disk of {pilot / 'server'} has space again"
 
 

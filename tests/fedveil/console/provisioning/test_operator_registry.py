@@ -210,7 +210,7 @@ def test_the_guard_judges_what_the_operator_registered(pilot, control, tmp_path,
     assert "replaced" in refused(keys[0])
     assert refused(keys[1]) == ""
     control.clock = MonotonicClock(datetime.fromisoformat(SiteRegistry(pilot).sites["north"]["until"]))
-    assert "expiry date" in refused(keys[1])
+    assert "expired on" in refused(keys[1])
     assert SiteRegistry(pilot).sites["north"]["state"] == "registered"
     assert main(["members", "revoke", str(pilot), "north", "--offline"]) == 0
     assert "revoked" in refused(keys[1])

@@ -357,7 +357,7 @@ def test_the_token_is_made_once_for_its_owner_alone_and_is_not_printed(tmp_path,
     assert serving.serve_dashboard("127.0.0.1", 0, lambda entry, ending: None, file) == 0
     assert entries[-1].link in capsys.readouterr().out
     file.chmod(0o644)
-    with pytest.raises(StateError, match="that only its owner can read"):
+    with pytest.raises(StateError, match="be readable only by its owner"):
         serving.serve_dashboard("127.0.0.1", 0, lambda entry, ending: None, file)
 
 

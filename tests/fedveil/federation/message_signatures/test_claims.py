@@ -126,9 +126,9 @@ def test_a_signature_record_has_one_form(change):
 
 def test_a_signature_record_lacks_nothing_and_has_the_form_of_its_direction():
     for name in DOWN:
-        with pytest.raises(WireError, match="a different form"):
+        with pytest.raises(WireError, match="signature: (the record does not consist|key, signature and nonce)"):
             claims.read_signature({key: value for key, value in DOWN.items() if key != name}, is_instruction=True)
-    with pytest.raises(WireError, match="a different form"):
+    with pytest.raises(WireError, match="signature: (the record does not consist|key, signature and nonce)"):
         claims.read_signature(DOWN, is_instruction=False)
 
 

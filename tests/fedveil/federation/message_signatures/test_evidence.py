@@ -40,7 +40,7 @@ def test_a_line_becomes_a_file_that_its_signers_key_alone_verifies(field):
     assert read.claims == FIELDS[field]
     read.require_signer(PUBLIC)
     for other in (OTHER, *(key.hex() for key in SMALL_ORDER)):
-        with pytest.raises(EvidenceError, match="signed by the key"):
+        with pytest.raises(EvidenceError, match="did not sign this message"):
             read.require_signer(other)
     with pytest.raises(EvidenceError, match="64 hex digits"):
         read.require_signer(PUBLIC[:16])
@@ -73,10 +73,10 @@ def test_other_texts_of_the_same_key_are_no_evidence():
         "deep": ANSWER.PURPOSE + "[" * 30_000,
     }
     for name, text in texts.items():
-        with pytest.raises(EvidenceError, match="different form"):
+        with pytest.raises(EvidenceError, match="this is not a file written by"):
             print(name, Evidence.from_json(signed_text(text)))
     for content in (b"", b"[]", b"{}", b"\xff", b" " * (MOST_BYTES + 1), b'{"statement":1,"signature":2}'):
-        with pytest.raises(EvidenceError, match="different form"):
+        with pytest.raises(EvidenceError, match="this is not a file written by"):
             Evidence.from_json(content)
 
 
@@ -107,13 +107,13 @@ def test_prove_and_check_walk_from_a_log_to_a_third_party(log, tmp_path, capsys)
     assert f"content = {'05' * 32}" in said
     assert "it does not show that the message arrived or counted" in said
     assert main(["log", "check", str(file), "--key", OTHER]) == 2
-    assert "it was changed, or another key signed it" in capsys.readouterr().err
+    assert "the message was changed, or another key signed it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        ("0", "line 0, sent: expected a signed message"),
+        ("0", "line 0, sent: it has no signed message"),
         ("2", "a line from 0 to 1"),
         ("-1", "a line from 0"),
     ],

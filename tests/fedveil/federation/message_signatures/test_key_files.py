@@ -47,7 +47,7 @@ def test_another_file_of_pinned_keys_is_refused_with_what_to_do(tmp_path, text):
 
 
 def test_a_missing_file_of_pinned_keys_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="found none"):
+    with pytest.raises(ConfigError, match="cannot read the server's instruction keys"):
         InstructionKeys.from_file(tmp_path / "none.toml")
 
 

@@ -141,7 +141,7 @@ def test_neighbours_and_threshold_are_those_of_the_table(sites, colluding, k, t)
 
 
 def test_no_graph_withstands_more_than_254_neighbours_do():
-    with pytest.raises(QuorumError, match=r"secure\.graph-degree: expected at most 254 neighbors"):
+    with pytest.raises(QuorumError, match=r"secure\.graph-degree: .* need more than 254 neighbors"):
         derive_graph(1000, 200)  # the table has 304
 
 
@@ -159,7 +159,7 @@ def test_up_to_a_hundred_sites_have_all_pairs_and_more_have_neighbours_for_a_twe
 
 def test_noise_in_the_sum_needs_more_sites_than_may_collude():
     """Else every site would refuse the plan; noise at each site needs no others."""
-    with pytest.raises(QuorumError, match=r"secure\.min-sites: expected more than the 3 sites that may collude"):
+    with pytest.raises(QuorumError, match=r"secure\.min-sites: .* must exceed the 3 that may collude"):
         SecAggConfig(least=3, colluding=3, noise="sum").check_cohort(9)
     SecAggConfig(least=3, colluding=3).check_cohort(9)
     SecAggConfig(least=4, colluding=3, noise="sum").check_cohort(9)

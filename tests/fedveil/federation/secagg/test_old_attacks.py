@@ -76,7 +76,7 @@ def test_inconsistent_broadcasts_give_noise(server):
     honest = UnmaskingAttempt(plan)
     honest.add("a", uploads[0].vector, uploads[0].attached)
     for upload in uploads[1:]:
-        with pytest.raises(WireError, match="for this plan, found one for a different plan"):
+        with pytest.raises(WireError, match="is for a different plan"):
             honest.add(upload.site, upload.vector, upload.attached)
     with pytest.raises(QuorumError):
         honest.close()

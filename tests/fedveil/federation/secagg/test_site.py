@@ -81,7 +81,7 @@ def test_keys_are_made_once_and_never_without_being_asked(lied):
     assert lied.site.ready(asked) == lied.site.ready(asked)
     assert lied.site.ready(asked).prekey.number == 0
     new = SecAggSite(RUN, "s00", lied.key("s00"), MemorySecAggStore())
-    lied.refused("latest unused prekey, found a different or used one", site=new)
+    lied.refused("latest unused prekey; request a new prekey", site=new)
     assert new.store.load() is None
 
 
@@ -100,14 +100,16 @@ def test_a_prekey_of_its_own_that_is_not_its_newest(lied):
 
 def test_a_plan_without_the_site_or_with_another_signing_key_of_its(lied):
     lied.refused(
-        "this site in its cohort", WireError, changed(with_members(lied.plan, s00=None), quorum=3, threshold=3)
+        "its cohort does not contain this site",
+        WireError,
+        changed(with_members(lied.plan, s00=None), quorum=3, threshold=3),
     )
     foreign = stranger()
     prekey = changed(lied.plan.by_name["s00"], signing_key=crypto.verifying_key(foreign).hex())
     swapped = with_members(lied.plan, s00=signed_prekey(prekey, foreign))
-    lied.refused("the listed signing key of s00", plan=swapped)
+    lied.refused("a different signing key for s00", plan=swapped)
     without = changed(swapped, roster="")
-    lied.refused("this site's own in the plan", plan=without, terms=replace(lied.terms, roster=""))
+    lied.refused("signing-key: the plan lists", plan=without, terms=replace(lied.terms, roster=""))
 
 
 def test_a_roster_in_which_the_site_has_another_key(lied):
@@ -117,14 +119,16 @@ def test_a_roster_in_which_the_site_has_another_key(lied):
     prekey = signed_prekey(changed(lied.plan.by_name["s00"], signing_key=public), foreign)
     roster = SigningKeyRoster(signing_keys=keys | {"s00": public})
     plan = changed(with_members(lied.plan, s00=prekey), roster=roster_digest(roster.signing_keys))
-    lied.refused("this site's own", plan=plan, terms=replace(lied.terms, roster=roster.to_bytes().decode()))
+    lied.refused("signing-key: the plan lists", plan=plan, terms=replace(lied.terms, roster=roster.to_bytes().decode()))
 
 
 @pytest.mark.parametrize("u", POINTS)
 def test_points_of_low_order(lied, u):
     prekey = changed(lied.plan.by_name["s03"], key=low_order(u))
     lied.refused(
-        "prekey that s03 signed", WireError, with_members(lied.plan, s03=signed_prekey(prekey, lied.key("s03")))
+        "prekey of s03 is invalid, or not signed",
+        WireError,
+        with_members(lied.plan, s03=signed_prekey(prekey, lied.key("s03"))),
     )
 
 
@@ -137,7 +141,7 @@ def test_a_prekey_that_its_owner_did_not_sign(lied):
         signed_prekey(prekey, lied.key("s04")),
         signed_prekey(prekey, lied.key("s03"), "another"),
     ):
-        lied.refused("prekey that s03 signed", WireError, with_members(lied.plan, s03=forged))
+        lied.refused("prekey of s03 is invalid, or not signed", WireError, with_members(lied.plan, s03=forged))
 
 
 def test_one_prekey_or_signing_key_under_two_names(lied):
@@ -145,10 +149,10 @@ def test_one_prekey_or_signing_key_under_two_names(lied):
     plan, terms = changed(lied.plan, roster=""), replace(lied.terms, roster="")
     key = lied.plan.by_name["s04"].key
     twice = signed_prekey(changed(plan.by_name["s03"], key=key), lied.key("s03"))
-    lied.refused("each key once", WireError, with_members(plan, s03=twice), terms)
+    lied.refused("under two names", WireError, with_members(plan, s03=twice), terms)
     public = plan.by_name["s04"].signing_key
     twice = signed_prekey(changed(plan.by_name["s03"], signing_key=public), lied.key("s04"))
-    lied.refused("each key once", WireError, with_members(plan, s03=twice), terms)
+    lied.refused("under two names", WireError, with_members(plan, s03=twice), terms)
 
 
 @pytest.mark.parametrize("quorum", [1, 2, 3])
@@ -177,12 +181,12 @@ def test_a_roster_that_is_not_theirs_or_a_member_that_is_not_on_it(lied):
         lied.refused(
             "fedveil members roster", plan=changed(lied.plan, roster=roster_digest(other)), terms=terms, site=site
         )
-        lied.refused("the roster whose digest the plan names", WireError, terms=terms, site=site)
+        lied.refused("the digest that the plan names", WireError, terms=terms, site=site)
     lied.refused(
         "fedveil members roster", plan=changed(lied.plan, roster=""), terms=replace(lied.terms, roster=""), site=site
     )
     swapped = with_members(lied.plan, s03=signed_prekey(changed(lied.plan.by_name["s03"], signing_key=public), foreign))
-    lied.refused("signing key of s03", plan=swapped, site=site)
+    lied.refused("a different signing key for s03", plan=swapped, site=site)
     lied.site.begin(changed(swapped, roster=""), replace(lied.terms, roster=""))  # without a roster it cannot know
 
 
@@ -250,7 +254,9 @@ def test_nothing_is_masked_for_a_plan_twice(lied):
 def test_nothing_is_masked_for_an_earlier_attempt_or_the_same(lied, round_, attempt):
     attached = lied.site.mask(lied.plan, lied.terms, drawn(4, 0))
     plan = with_members(changed(lied.plan, round=round_, attempt=attempt), s00=attached.next)
-    lied.refused("an attempt after", plan=plan, terms=replace(lied.terms, round=round_, attempt=attempt))
+    lied.refused(
+        "this site masked an update for attempt", plan=plan, terms=replace(lied.terms, round=round_, attempt=attempt)
+    )
 
 
 def test_nothing_is_kept_of_a_mask_that_was_not_finished(lied, monkeypatch):

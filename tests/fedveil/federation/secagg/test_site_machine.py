@@ -267,7 +267,7 @@ def test_what_was_not_written_was_not_answered(tmp_path, kind):
 
     class FullDisk(FileStore):
         def save(self, kept):
-            raise StateError("secure.json: expected to write it, found a full disk")
+            raise StateError("secure.json: cannot be written: a full disk")
 
     site = server.sites[SITE]
     request = agree_request(plan, LISTS[0]) if kind == "agree" else open_request(server, plan, LISTS[0])

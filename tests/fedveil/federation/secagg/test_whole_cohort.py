@@ -85,7 +85,7 @@ def test_without_one_upload_there_is_no_sum_and_the_site_is_named(missing):
     attempt = local.begin(0, 0, s.names(4))
     vectors = {site: s.drawn(9, i) for i, site in enumerate(s.names(4)) if site not in missing}
     s.add(attempt, s.masked(local, attempt, vectors))
-    with pytest.raises(QuorumError, match=f"secure.whole-cohort: expected an upload of each .* {', '.join(missing)};"):
+    with pytest.raises(QuorumError, match=f"secure.whole-cohort: the uploads of all .* from {', '.join(missing)};"):
         attempt.close()
     assert attempt.in_sum == ()
     with pytest.raises(QuorumError):  # not by leaving the site out either
@@ -99,7 +99,7 @@ def test_two_ends_that_name_different_secrets_are_found_before_the_sum():
     hidden, attached = uploads["s01"]
     other = s.changed(attached, pairs=attached.pairs | {"s00": "0" * 64})
     s.add(attempt, uploads | {"s01": (hidden, s.signed(other, "s01", local.sites["s01"].signing_key))})
-    with pytest.raises(QuorumError, match="same secret"):
+    with pytest.raises(QuorumError, match="name different secrets"):
         attempt.close()
 
 
@@ -109,14 +109,14 @@ def test_an_upload_with_a_mask_of_its_own_or_without_one_is_refused_where_it_doe
     attempt = local.begin(0, 0, s.names(3))
     hidden, attached = s.masked(local, attempt, {"s00": s.drawn(9, 1)})["s00"]
     other = s.changed(attached, own="1" * 64 if is_whole else "")
-    with pytest.raises(WireError, match="own besides its pairwise masks"):
+    with pytest.raises(WireError, match="own in addition to its pairwise masks"):
         attempt.add("s00", hidden, s.signed(other, "s00", local.sites["s00"].signing_key))
 
 
 def test_more_sites_than_have_masks_in_all_pairs_are_refused():
     settings = SecAggConfig(is_whole=True)
     settings.check_cohort(100)
-    with pytest.raises(QuorumError, match="secure.whole-cohort: expected at most 100 sites, found 101"):
+    with pytest.raises(QuorumError, match="secure.whole-cohort: it allows at most 100 sites, but there are 101"):
         settings.check_cohort(101)
     with pytest.raises(QuorumError, match="2 sites more than"):
         SecAggConfig(is_whole=True, least=2, colluding=2).check_cohort(3)
@@ -145,7 +145,7 @@ def test_a_site_masks_once_a_round_and_has_nothing_to_sign_or_to_open():
         server.sites["s00"].open(OpenRequest(plan=plan, table="", in_sum=everyone, agreed={}, rows={}))
     for numbers in (WHOLE, {}):  # not for a plan of the other kind either
         again = server.plan(attempt=1, **numbers)
-        with pytest.raises(PolicyError, match="expected a round after 0"):
+        with pytest.raises(PolicyError, match="this site agreed to a sum in round 0"):
             server.sites["s00"].mask(again, terms_of(again, server.roster), s.drawn(4, 1))
     assert server.mask("s00", server.plan(round_=1, **WHOLE))
 

@@ -67,7 +67,7 @@ def test_a_member_whom_the_database_has_lost_waits_for_it(fleet: Fleet) -> None:
     assert status == 503
     answer = types.SimpleNamespace(details=lambda: json.dumps({"code": 1005, "public_details": said}))
     assert retries.own_words(answer) == said
-    assert said.startswith("fedveil: this key is registered, but the server's database does not have it")
+    assert said.startswith("fedveil: this key is registered, but the server's database lacks it")
     assert fleet.lines() == []  # an honest site asks so
     again = fleet.state.create_node("us", "us", b"lost", 30.0)
     assert fleet.call("activate_node", activate).node_id == again
@@ -360,7 +360,7 @@ def test_a_flower_that_moved_a_function_does_not_run_unguarded(change: Any, monk
     before = dict(module.__dict__)
     change(module)
     monkeypatch.setattr(fleet_port.importlib, "import_module", lambda name: module)
-    with pytest.raises(ConfigError, match=r"moved\.(push_object|pull_messages): expected a function of .*request"):
+    with pytest.raises(ConfigError, match=r"moved\.(push_object|pull_messages): it must take the arguments .*request"):
         fleet_port.install_fleet_port(RELEASE, None)  # type: ignore[arg-type]
     assert all(
         getattr(module, call, None) in (before[call], module.__dict__.get(call)) for call in fleet_port.FLEET_CALLS
@@ -370,7 +370,7 @@ def test_a_flower_that_moved_a_function_does_not_run_unguarded(change: Any, monk
 
 def test_a_flower_without_the_module_does_not_run_unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(fleet_port.FLEET_MODULES, RELEASE.speaks, "flwr.nowhere")
-    with pytest.raises(ConfigError, match=r"expected the module flwr\.nowhere, found none"):
+    with pytest.raises(ConfigError, match=r"this Flower has no module flwr\.nowhere"):
         fleet_port.install_fleet_port(RELEASE, None)  # type: ignore[arg-type]
 
 

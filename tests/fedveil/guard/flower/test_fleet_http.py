@@ -341,7 +341,7 @@ def test_a_port_that_is_taken_ends_the_process_in_words(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         fleet_http.add_listener("127.0.0.1", port)
-        with pytest.raises(SystemExit, match=rf"fleet-port: expected a free port at 127\.0\.0\.1:{port}, found none"):
+        with pytest.raises(SystemExit, match=rf"fleet-port: the port at 127\.0\.0\.1:{port} is not available"):
             uvicorn.Server(uvicorn.Config("app", port=0)).run()
 
 

@@ -110,9 +110,7 @@ def test_a_port_in_use_is_refused_before_a_site_is_asked(runs, port):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
         taken.listen()
-        with pytest.raises(
-            ConfigError, match=f"sinks.prometheus-port: expected a free port on 127.0.0.1, found {port}"
-        ):
+        with pytest.raises(ConfigError, match=f"sinks.prometheus-port: port {port} on 127.0.0.1 is not available"):
             runs.go(**{"sinks__use": "prometheus", "sinks__prometheus-port": port})
     assert runs.grid.pushed == []
 
@@ -133,7 +131,9 @@ def test_a_token_that_others_may_know_or_guess_is_refused(tmp_path, mode, text):
     file = tmp_path / prometheus.TOKEN
     file.write_text(text)
     file.chmod(mode)
-    with pytest.raises(StateError, match="expected a token of at least 32 characters that only its owner can read"):
+    with pytest.raises(
+        StateError, match="the token must have at least 32 characters and be readable only by its owner"
+    ):
         prometheus.read_token(tmp_path)
 
 

@@ -58,7 +58,7 @@ def test_addresses_that_may_be(uri):
 def test_a_missing_extra_and_an_unknown_sink_are_refused_before_a_site_is_asked(runs, monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else real(name))
-    with pytest.raises(ConfigError, match=r'expected the extra "tensorboard" .* -r lock/tensorboard\.txt'):
+    with pytest.raises(ConfigError, match=r'tensorboard needs the extra "tensorboard" .* -r lock/tensorboard\.txt'):
         runs.go(sinks__use="tensorboard")
     assert runs.grid.pushed == []
     assert runs.status["state"] == "failed"

@@ -111,6 +111,6 @@ def test_a_run_is_told_round_by_round(started, runs):
 def test_a_package_that_is_missing_is_refused_with_what_installs_it(runs, monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else real(name))
-    with pytest.raises(ConfigError, match=r"sinks.use: expected the package wandb .*; next step: pip install wandb"):
+    with pytest.raises(ConfigError, match=r"sinks.use: wandb needs the package wandb .*; next step: pip install wandb"):
         runs.go(sinks__use="wandb")
     assert runs.grid.pushed == []
