@@ -1,4 +1,4 @@
-"""The table of who sends which entries: its text, its checks, and how many senders an entry needs."""
+"""The table of senders per entry: its text, its checks, and the number of senders that an entry needs."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_sum_has_enough_sites_behind_each_entry_or_is_not_opened():
         seeds().require_sum(SITES, in_sum, 3)
     with pytest.raises(QuorumError, match=r"w: .* found 2"):
         table().require_sum(SITES, set(SITES) - set("abcd"), 3)
-    table().require_sum(SITES, set(SITES) - set("abcdef"), 3)  # nobody sends w then
+    table().require_sum(SITES, set(SITES) - set("abcdef"), 3)  # then no site sends w
     with pytest.raises(QuorumError, match="at most 3 silent sites, found 4"):
         seeds().require_sum(SITES, set(SITES) - set("abcd"), 3)
 
