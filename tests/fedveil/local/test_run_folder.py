@@ -1,4 +1,4 @@
-"""A run in one process leaves a run folder as a server does, and has names for all of it."""
+"""A run in one process writes the same run folder as a server, and has a name for each part of it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_folder_is_a_servers_and_says_that_it_is_of_one_process(place, tmp_p
     text = local.report(tmp_path / "page.html").read_text()
     assert "study" in text
     assert "in_process" in text
-    with pytest.raises(StateError, match="expected a run that can continue, found one that has ended"):
+    with pytest.raises(StateError, match="this run has ended and cannot continue"):
         local.run()
     with pytest.raises(StateError, match="expected a new one, found a run"):
         federation(place, run__name="study", run__dir=str(tmp_path / "runs"))
@@ -205,7 +205,7 @@ def test_a_resume_refuses_what_would_be_another_run(place, tmp_path):
         federation(place, run__resume=True, train__learning_rate=0.1, **keys)
     with pytest.raises(ConfigError, match="sites: expected those of the checkpoint"):
         federation(place, ("north", "west"), run__resume=True, **keys)
-    with pytest.raises(StateError, match="expected a run in"):
+    with pytest.raises(StateError, match="is a server's run"):
         federation(place, run__resume=True, run__name="none", run__dir=str(tmp_path))
 
 
@@ -264,7 +264,7 @@ def test_an_audit_gets_the_sites_rows(place, monkeypatch):
     monkeypatch.setattr(Run, "audit", lambda self, *of: asked.append(of) or object.__new__(AuditOutcome))
     local = federation(place, run__rounds=1)
     local.run()
-    with pytest.raises(StateError, match="run.capture-messages: expected true"):
+    with pytest.raises(StateError, match="run.capture-messages: an audit attacks the captured messages"):
         local.audit()
     local = federation(place, run__rounds=1, run__capture_messages=True)
     local.run()
@@ -291,7 +291,7 @@ def test_an_error_is_recorded(place, tmp_path, monkeypatch):
 
 
 def test_a_limit_on_epsilon_is_refused_because_no_ledger_would_enforce_it(place):
-    with pytest.raises(ConfigError, match=r"^dp\.epsilon, or epsilon in method\.params: expected none .* found 8;"):
+    with pytest.raises(ConfigError, match=r"^dp\.epsilon, or epsilon in method\.params: .* the limit 8;"):
         federation(
             place,
             run__deterministic=False,
