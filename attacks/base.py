@@ -61,7 +61,7 @@ ENTRY_POINTS = "fedveil.attacks"
 OVERFITTED = "overfitted FedAvg"  # a few memorized members, nothing withheld
 ROUND_0 = "round 0"  # the model before any round, untrained
 OTHER_ROWS = "other rows"  # a model trained on site examples other than those under attack
-WRONG_SITE = "wrong site"  # a site's examples against the upload of another site, which did not train on them
+WRONG_SITE = "wrong site"  # a site's examples, scored on the upload of another site, which did not train on them
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class AdversaryView:
 
     @contextmanager
     def _named(self, seen: CapturedMessage) -> Iterator[None]:
-        """Prefix an error with the name of the message's file."""
+        """Prefix an error with the name of the file that contains the message."""
         try:
             yield
         except FedVeilError as error:
@@ -275,7 +275,7 @@ class UploadAttack(AuditAttack):
 
     @abstractmethod
     def scores(self, view: AdversaryView, site: str, knowledge: AdversaryKnowledge, rows: Rows) -> Mapping[str, Scores]:
-        """Return scores of `rows` against the uploads of `site`, by name; each of shape (rows,)."""
+        """Return the scores of `rows` on the uploads of `site`, by name; each has shape (rows,)."""
 
 
 def list_attacks() -> list[AuditAttack]:
@@ -295,8 +295,8 @@ def list_attacks() -> list[AuditAttack]:
         offered = point.load()
         if not _is_attack(offered):
             raise ConfigError(
-                f"entry point {point.name} of {ENTRY_POINTS}: expected a ModelAttack or an UploadAttack of "
-                f"fedveil.attacks.base, found {offered!r}; fix or remove the package that offers it"
+                f"entry point {point.name} of {ENTRY_POINTS}: {offered!r} is not a ModelAttack or UploadAttack of "
+                "fedveil.attacks.base; fix or remove the package that provides it"
             )
         classes.append(offered)
     return [c() for c in classes]

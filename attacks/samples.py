@@ -104,8 +104,8 @@ def draw_samples(
     count = sum(len(sample.rows) for sample in prepared.values())
     if min(count, len(rest.rows)) < LEAST:
         raise ConfigError(
-            f"--data, --non-members: expected at least {LEAST} members and non-members, found {count} and "
-            f"{len(rest.rows)}; an interval over fewer examples is meaningless"
+            f"--data, --non-members: an interval needs at least {LEAST} members and {LEAST} non-members, found "
+            f"{count} and {len(rest.rows)}"
         )
     return prepared, rest
 
@@ -119,18 +119,19 @@ def site_members(
     """
     if config.held_out_key:
         raise ConfigError(
-            f"{config.held_out_key}: expected a run whose sites train on all their examples, for an audit, found "
-            f"{config.held_out_fraction:g}: only a site knows which of its examples it held out; leave it out, and run "
-            "again"
+            f"{config.held_out_key}: the sites held out {config.held_out_fraction:g} of their examples, and only a "
+            "site knows which ones, so the audit cannot tell members apart; leave this key out, and run again"
         )
     if source.sites:
         if unknown := sorted(set(source.sites) - set(took_part)):
-            raise ConfigError(f"--site: expected a site of the run ({', '.join(took_part)}), found {unknown[0]}")
+            raise ConfigError(
+                f"--site: {unknown[0]} did not take part in the run; its sites are {', '.join(took_part)}"
+            )
         return {site: task.examples(folder, "train") for site, folder in source.sites.items()}
     data = _data(source, config)
     if data is None:
         raise ConfigError(
-            "--data: expected the folder of the sites' examples, found none (the run's sites named their own); "
+            "--data: the run config does not name the sites' examples, because each site chose its own folder; "
             "give --data, or --site NAME=FOLDER for each site whose examples you have"
         )
     every = sorted(asked, key=natural_key)
@@ -150,9 +151,7 @@ def draw_non_members(
             raise ConfigError(f"--non-members: {str(error).removeprefix('task.data: ')}") from error
     data = _data(source, config)
     if data is None:
-        raise ConfigError(
-            "--non-members: expected a folder or file with examples that no site has, found none; name one"
-        )
+        raise ConfigError("--non-members: give a folder or file with examples that no site has")
     if config.task.examples_per_site and not source.sites:
         used = {row.origin for rows in members.values() for row in rows}
         every = (row for i in range(sites) for row in task.examples(data, "train", DatasetShard(i, sites)))

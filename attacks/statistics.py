@@ -171,7 +171,7 @@ def holm_correction(p_values: Sequence[float]) -> list[float]:
 def clopper_pearson(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
     """Return the exact confidence interval for a binomial probability. Raises ValueError for impossible counts."""
     if not 0 <= successes <= trials or trials < 1:
-        raise ValueError(f"expected 0 to {trials} successes of at least one trial, found {successes}")
+        raise ValueError(f"{successes} successes are impossible in {trials} trials; at least one trial is required")
     tail = (1 - confidence) / 2
     low = 0.0 if successes == 0 else _root(lambda p: _at_least(successes, trials, p) - tail)
     high = 1.0 if successes == trials else _root(lambda p: tail - (1 - _at_least(successes + 1, trials, p)))
@@ -242,9 +242,9 @@ def _root(rising: Callable[[float], float]) -> float:
 
 def _check(members: Scores, non_members: Scores) -> None:
     if not len(members) or not len(non_members):
-        raise ValueError(f"expected scores of members and non-members, found {len(members)} and {len(non_members)}")
+        raise ValueError(f"both members and non-members need scores, found {len(members)} and {len(non_members)}")
     if np.isnan(members).any() or np.isnan(non_members).any():
-        raise ValueError("expected scores that are numbers, found NaN")
+        raise ValueError("some scores are NaN")
 
 
 def student_t(freedom: int, alpha: float = 0.05) -> float:

@@ -1,8 +1,9 @@
 """FedVeil: federated fine-tuning across sites, and attacks that measure what their updates still reveal.
 
-There is one import name. `strategies`, `server_app`, `client_app` and `attacks` are folders at the top of the
-repository, linked inside this package, so they are imported as `fedveil.strategies` and so on. A wheel has them inside
-the package. Flower's bundle, like an archive unpacked without links, has the folders next to the package instead.
+All code is imported under one name. `strategies`, `server_app`, `client_app` and `attacks` are folders at the top of
+the repository, linked inside this package, so they are imported as `fedveil.strategies` and so on. A wheel has them
+inside the package. Flower's bundle, like an archive unpacked without links, has the folders next to the package
+instead.
 """
 
 from pathlib import Path as _Path

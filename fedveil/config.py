@@ -46,7 +46,7 @@ _LONGEST_TEMPLATE = 4096
 _MOST_GRAY = 1e15  # as gray_values.LARGEST
 _MOST_TEMPLATE_COLUMNS = 16
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
-RENAMED_KEYS = {  # keys in files from before 0.2
+RENAMED_KEYS = {  # keys in files that were written before 0.2
     "method.fields": "method.params",
     "task.classes": "task.num-classes",
     "task.max-examples": "task.examples-per-site",
@@ -109,7 +109,7 @@ def parse_class_names(text: str) -> tuple[str, ...]:
     try:
         listed = json.loads(text) if text.lstrip().startswith("[") else None
     except (ValueError, RecursionError):
-        listed = None  # a name may begin with a bracket
+        listed = None  # a name may also begin with a bracket
     try:
         given = listed if _are_texts(listed) else next(csv.reader([text], skipinitialspace=True, strict=True))
     except csv.Error as error:
@@ -169,7 +169,7 @@ class ConfigSection(BaseModel):
 
 
 class SinksConfig(ConfigSection):
-    """Additional destinations for each round's metrics during the run. None of them can stop a round."""
+    """Additional destinations for each round's metrics during the run. A failing destination does not stop a round."""
 
     use: str = Field("", max_length=200, description="comma-separated sinks: tensorboard, mlflow, prometheus, wandb")
     mlflow_uri: str = Field(
@@ -210,8 +210,8 @@ class SinksConfig(ConfigSection):
 def nearest_key(known: Mapping[str, Sequence[str]], section: str, name: str) -> str:
     """Return the key in `known` (keys by section) that the user probably meant; "" if there is none.
 
-    Keys in the same section come first, if they are spelled like `name` or have it as their initials; then a key called
-    `name` in another section.
+    Keys in the same section come first, if their spelling is close to `name` or their initials are `name`; then a key
+    called `name` in another section.
     """
     if section not in known:
         return next(iter(difflib.get_close_matches(section, known, 1)), "")
@@ -438,7 +438,9 @@ def refuse_old_adjacency(value: object) -> object:
 
 
 class DpConfig(ConfigSection):
-    """Local training with noisy steps (DP-SGD) instead of `train`'s AdamW. All defaults together change nothing.
+    """Local training with noisy steps (DP-SGD) instead of `train`'s AdamW.
+
+    With all defaults, this section has no effect.
 
     `unit`, `unit-column`, `unit-rows` and `no-unit` also apply to methods that add their own noise.
     """
@@ -742,7 +744,7 @@ def _line(error: Any) -> str:
         here = f"one of {known[section]} in [{section}]" if section in known else f"a section of {list(known)}"
         meant = nearest_key(known, section, name)
         return f"{key}: unknown key; {f'did you mean {meant}? ' if meant else ''}expected {here}"
-    said = error["msg"].removeprefix("Value error, ")  # the prefix that pydantic gives this file's errors
+    said = error["msg"].removeprefix("Value error, ")  # the prefix that pydantic adds to this file's errors
     found = "" if ", found " in said else f", found {sanitize(repr(error['input']), 200)}"
     return f"{key}: {said[0].lower()}{said[1:]}{found}"
 
@@ -754,5 +756,5 @@ def parse_toml(text: str, what: str) -> dict[str, Any]:
     except (
         ValueError,
         RecursionError,
-    ) as error:  # also for numbers with thousands of digits, and for deeply nested brackets
+    ) as error:  # also raised for numbers with thousands of digits and for deeply nested brackets
         raise ConfigError(f'{what}: expected TOML such as "rho = 0.5", found {text[:300]!r} ({error})') from None

@@ -1,13 +1,13 @@
 """Files encrypted under their owner's key: the state of a site whose node config names a key file.
 
     magic | key id | salt | role length | role            16, 8, 32, 2 and n bytes: the header, not encrypted
-    chunk | tag | chunk | tag | ... | last chunk | tag    1 MiB per chunk, the last one shorter; 16 bytes per tag
+    chunk | tag | chunk | tag | ... | last chunk | tag    1 MiB per chunk, the last one may be shorter; 16 bytes per tag
 
     file key = HKDF-SHA256(key, salt)                     salt: 32 bytes from the operating system, new for every file
     chunk i  = AES-256-GCM(file key, nonce = i in 11 bytes | 1 if it is the last chunk, else 0, header)
 
-A role says what the file is and whose it is: "state/RUN/SITE". The reader states the role it expects. The construction
-is STREAM: Hoang, Reyhanitabar, Rogaway and Vizar, "Online Authenticated-Encryption and its Nonce-Reuse
+A role says what the file is and to whom it belongs: "state/RUN/SITE". The reader names the role that it expects. The
+construction is STREAM: Hoang, Reyhanitabar, Rogaway and Vizar, "Online Authenticated-Encryption and its Nonce-Reuse
 Misuse-Resistance", 2015. The key file contains exactly 32 bytes; this module never changes an existing one.
 
 Formal guarantees, as long as only the owner has the key:
@@ -53,7 +53,7 @@ _CHUNK_BYTES = 1 << 20
 @final
 @dataclass(frozen=True)
 class FileSeal:
-    """The encryption of files: encrypted under a key, or stored unencrypted if there is no key.
+    """How files are stored: encrypted under a key, or unencrypted if there is no key.
 
     Attributes:
         key: 32 bytes; None = unencrypted.
@@ -63,7 +63,10 @@ class FileSeal:
 
     @classmethod
     def from_key_file(cls, file: str | Path) -> FileSeal:
-        """Return the encryption for a key file; none for "". Raises ConfigError if it is not a valid key file."""
+        """Return the encryption for a key file; "" means no encryption.
+
+        Raises ConfigError if it is not a valid key file.
+        """
         if not str(file):
             return cls()
         missing = "restore it from your copy; without it, encrypted files cannot be read"
@@ -71,7 +74,7 @@ class FileSeal:
 
     @classmethod
     def of_environment(cls) -> FileSeal:
-        """Return the encryption for processes without a node config: the server, and readers of its captures."""
+        """Return the encryption for processes without a node config: the server, and readers of captured messages."""
         return cls.from_key_file(os.environ.get(VARIABLE, ""))
 
     @property
@@ -80,7 +83,7 @@ class FileSeal:
         return "" if self.key is None else _derived(self.key, None, b"fedveil key id", _ID_BYTES).hex()
 
     def closed(self, parts: Iterable[Bytes], role: str) -> Iterator[Bytes]:
-        """Encrypt this content as a file, part by part, holding at most a few MiB in memory."""
+        """Encrypt this content into a file, part by part, with at most a few MiB in memory."""
         if self.key is None:
             yield from parts
             return
@@ -96,7 +99,7 @@ class FileSeal:
 
         Raises:
             OSError: it cannot be opened.
-            StateError: it has another role, is damaged, or is not encrypted under this key.
+            StateError: it has a different role, is damaged, or is not encrypted under this key.
         """
         with path.open("rb") as file:
             return b"".join(self.opened(file, role, path))
@@ -112,12 +115,12 @@ class FileSeal:
         head, header = _head(file, path)
         if header.key != self.id:
             raise StateError(
-                f"{path}: expected a file encrypted under key {self.id}, found one encrypted under {header.key}; "
-                "name that key's file, or re-encrypt the state: fedveil site seal --old-key-file"
+                f"{path}: this file is encrypted under key {header.key}, not {self.id}; name that key's file, or "
+                "re-encrypt the state: fedveil site seal --old-key-file"
             )
         if header.role != role:
             raise StateError(
-                f"{path}: expected the encrypted file of {role!r}, found that of {header.role!r}; files were swapped: "
+                f"{path}: this is the encrypted file of {header.role!r}, not of {role!r}, so files were swapped; "
                 "restore it from a backup"
             )
         cipher, chunk, number = _cipher(self.key, header.salt), file.read(_CHUNK_BYTES + _TAG_BYTES), 0
@@ -127,8 +130,8 @@ class FileSeal:
                 yield cipher.decrypt(_nonce(number, not after), chunk, head)
             except InvalidTag:
                 raise StateError(
-                    f"{path}: expected an unchanged encrypted file, found chunk {number} changed or the end missing; "
-                    "restore it from a backup"
+                    f"{path}: chunk {number} of the encrypted file was changed, or its end is missing; restore it "
+                    "from a backup"
                 ) from None
             if not after:
                 return
@@ -137,13 +140,13 @@ class FileSeal:
     def _require_clear(self, sealed: bool, path: Path) -> None:
         if self.key is not None:
             raise StateError(
-                f"{path}: expected a file encrypted under key {self.id}, found an unencrypted one; if you know that "
-                "it is the site's own, stop the site and run fedveil site seal"
+                f"{path}: this file is not encrypted under key {self.id}; if you know that it is the site's own, "
+                "stop the site and run fedveil site seal"
             )
         if sealed:
             raise StateError(
-                f"{path}: expected an unencrypted file, since no key file is set, found an encrypted one; set its key: "
-                f"key-file in the node config, fedveil site start --key-file, or {VARIABLE} on the server"
+                f"{path}: this file is encrypted, but no key file is set; set key-file in the node config, fedveil "
+                f"site start --key-file, or {VARIABLE} on the server"
             )
 
 
@@ -153,19 +156,17 @@ def read_key_file(path: Path, named: str, missing: str, makes: str) -> bytes:
     Args:
         named: the node config key that names the file.
         missing: the remedy if the file is missing.
-        makes: the command that makes a key file.
+        makes: the command that creates a key file.
     """
     try:
         with path.open("rb") as opened:
             about, key = os.fstat(opened.fileno()), opened.read(KEY_BYTES + 1)
     except OSError as error:
-        raise ConfigError(
-            f"{named}: expected a file at {path}, found none ({type(error).__name__}); {missing}"
-        ) from None
+        raise ConfigError(f"{named}: cannot read the key file {path} ({type(error).__name__}); {missing}") from None
     if not stat.S_ISREG(about.st_mode) or about.st_mode & 0o077:
         raise ConfigError(
-            f"{named}: expected {path} to be readable only by its owner, found mode "
-            f"{stat.S_IMODE(about.st_mode):o}; chmod 600, and make a new key if others could read it"
+            f"{named}: {path} must be readable only by its owner, but has mode {stat.S_IMODE(about.st_mode):o}; "
+            "chmod 600 it, and make a new key if others could read it"
         )
     if len(key) != KEY_BYTES:
         raise ConfigError(
@@ -185,7 +186,7 @@ class SealHeader:
 
 
 def is_sealed(path: Path) -> bool:
-    """Return whether a file starts like an encrypted file of any version. Raises OSError."""
+    """Return whether a file begins like an encrypted file of any version. Raises OSError."""
     with path.open("rb") as file:
         return file.read(len(_MAGIC) - 1) == _MAGIC[:-1]
 
@@ -197,7 +198,7 @@ def read_seal_header(path: Path) -> SealHeader:
 
 
 def make_key(path: Path) -> FileSeal:
-    """Make a key file that only its owner can read. Raises ConfigError if the file already exists."""
+    """Create a key file that only its owner can read. Raises ConfigError if the file already exists."""
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(os.urandom(KEY_BYTES))
@@ -205,8 +206,7 @@ def make_key(path: Path) -> FileSeal:
             os.fsync(file.fileno())
     except OSError as error:
         raise ConfigError(
-            f"key file: expected a new name in an existing folder, found {path} ({type(error).__name__}); "
-            "choose another"
+            f"key file: cannot create {path} ({type(error).__name__}); choose a new name in an existing folder"
         ) from None
     return FileSeal.from_key_file(path)
 
@@ -218,15 +218,18 @@ def _head(file: BufferedIOBase, path: Path) -> tuple[bytes, SealHeader]:
     role = file.read(size) if len(head) == fixed else b""
     if head[: len(_MAGIC)] != _MAGIC or len(head) != fixed or len(role) != size:
         raise StateError(
-            f"{path}: expected an encrypted file of version {_MAGIC[-1]}, found another version or a truncated header; "
-            "restore it from a backup"
+            f"{path}: not an encrypted file of version {_MAGIC[-1]}, or its header is truncated; restore it from a "
+            "backup"
         )
     key, salt = head[len(_MAGIC) :][:_ID_BYTES], head[len(_MAGIC) + _ID_BYTES : -2]
     return head + role, SealHeader(key.hex(), salt, role.decode(errors="replace"))
 
 
 def _chunks(parts: Iterable[Bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Yield chunks of equal size, each with whether it is the last; the last may be full, shorter or empty."""
+    """Yield pairs of a chunk and whether it is the last.
+
+    Chunks have equal size; the last one may be full, shorter or empty.
+    """
     buffer = bytearray()
     for part in parts:
         view = memoryview(part)

@@ -1,4 +1,4 @@
-"""Every error that FedVeil raises on purpose.
+"""All errors that FedVeil raises deliberately.
 
     FedVeilError
     ├── ConfigError      a run config, method parameters or a site's config, refused before any node is contacted
@@ -51,7 +51,7 @@ class ConfigError(FedVeilError):
 
 
 class TaskError(FedVeilError):
-    """A base model or a data file that is missing or does not fit."""
+    """A base model or a data file that is missing or unsuitable."""
 
 
 class WireError(FedVeilError):

@@ -33,9 +33,10 @@ APP_PACKAGES = (
 )  # fmt: skip
 APP_LINKS = ("client_app", "server_app", "strategies")
 _DATA = "demo_data"  # the name of `data` inside the package
-# Folders at the top of a checkout that no FedVeil build needs. Only at the top: a package also has a folder `runs`.
+# Folders at the top of a checkout that no FedVeil build needs. This applies only at the top, because a package also has
+# a folder `runs`.
 _NO_SOURCE = ("benchmarks", "build", "dist", "*.egg-info", ".*", "runs")
-_BESIDE = "checkout"  # the folder inside the package with the files that a checkout has next to it
+_BESIDE = "checkout"  # the folder inside the package for the files that a checkout has next to the package
 
 
 def package_folder() -> Path:
@@ -65,7 +66,7 @@ def find_folder(name: str) -> Path:
         if place.is_dir():
             return place
     raise ConfigError(
-        f"installation: expected the folder {name}, found none in {package_folder()} or next to it; reinstall fedveil"
+        f"installation: the folder {name} is missing in {package_folder()} and next to it; reinstall fedveil"
     )
 
 
@@ -75,7 +76,7 @@ def find_file(name: str) -> Path:
         if place and (place / name).is_file():
             return place / name
     raise ConfigError(
-        f"installation: expected {name}, found none in {package_folder()}; install fedveil from a wheel or a checkout"
+        f"installation: {name} is missing in {package_folder()}; install fedveil from a wheel or a checkout"
     )
 
 

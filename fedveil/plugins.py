@@ -100,8 +100,8 @@ def load_entry_point(point: EntryPoint, key: str, needs: Sequence[str] = ()) -> 
         ) from error
     if not isinstance(module, ModuleType) or any(not hasattr(module, name) for name in needs):
         raise ConfigError(
-            f'{key}: expected "{point.name}" of the package {_package(point)} to be a module'
-            f"{' with ' * bool(needs)}{' and '.join(needs)}, found {module!r}; fix its entry point"
+            f'{key}: "{point.name}" of the package {_package(point)} must be a '
+            f"module{' with ' * bool(needs)}{' and '.join(needs)}, but is {module!r}; fix its entry point"
         )
     return module
 

@@ -96,8 +96,8 @@ def find_proxy(host: str, speaks: str, environ: Mapping[str, str]) -> Proxy | No
         port = 0
     if parts.scheme != "http" or not parts.hostname or not port:
         raise ConfigError(
-            f"{variable}: expected http://HOST:PORT, found a value that Flower cannot use for the server; correct it, "
-            f"or add {host} to no_proxy if the server is reached directly"
+            f"{variable}: Flower cannot use its value as a proxy for the server; set it to http://HOST:PORT, or "
+            f"add {host} to no_proxy if the server is reached directly"
         )
     user = f"{unquote(parts.username)}:{unquote(parts.password or '')}" if parts.username else ""
     return Proxy(variable, parts.hostname, port, user)

@@ -32,7 +32,7 @@ def list_methods() -> list[str]:
 
 
 def load_method(name: str) -> type[Method]:
-    """Return the method's class: the only Method defined in the module of that name.
+    """Return the method's class, the only Method that the module of that name defines.
 
     Raises:
         ConfigError: no method has that name, or the module does not define exactly one method.
@@ -44,8 +44,8 @@ def load_method(name: str) -> type[Method]:
     methods = [c for c in classes if issubclass(c, Method)]
     if len(methods) != 1:
         raise ConfigError(
-            f'method.name: expected one Method in the module of "{name}", found {len(methods)} in {module.__name__}; '
-            "define one there, and its helpers elsewhere"
+            f'method.name: the module {module.__name__} of "{name}" must define exactly one Method, but defines '
+            f"{len(methods)}; move helper classes to another module"
         )
     return methods[0]
 

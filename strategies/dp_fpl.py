@@ -53,8 +53,8 @@ sampling they assume that the server does not time the site:
 | an empty Poisson batch | a noise-only step |
 | secure.noise = "sum" | D_G is sent without noise, because the sum gets noise; the noise on u and v does not change |
 | a batch larger than the site's data set | the site refuses the batch before reading an example |
-| deterministic run | refused if an epsilon is set, because its noise is seeded |
-| a repeated client round | it draws new examples and new noise, and is charged again |
+| deterministic run | refused if an epsilon is set, because seeded noise gives no guarantee |
+| a repeated client round | draws new examples and new noise, and is charged again |
 | "paper" or "code" with "epoch" or "texts" | refused: the server's noise would come after noiseless local steps |
 
 Differences from the paper: Eq. 4 has a minus sign; the published code adds, and divides the local step by 10 (mode
@@ -165,17 +165,19 @@ class DPFPL(Method, PrivacyGuarantee):
         if self.mode == "strict" and self.epsilon is not None and 0 in (self.noise_local, self.noise_global):
             problem = f"{self.noise_local} and {self.noise_global}; `fedveil privacy plan` computes the noise needed"
             raise ConfigError(
-                f"epsilon: expected noise_local and noise_global above 0 with an epsilon, found {problem}"
+                f"epsilon: an epsilon requires noise_local and noise_global above 0, but they are {problem}"
             )
         if self.mode != "strict" and (self.epsilon is None or (self.exchange, self.clipped) != ("batch", "prompt")):
             problem = (
                 f'"{self.mode}" with {self.epsilon}, "{self.exchange}", "{self.clipped}"; set them, or use "strict"'
             )
-            raise ConfigError(f'mode: expected an epsilon, exchange = "batch" and clipped = "prompt", found {problem}')
+            raise ConfigError(
+                f'mode: this mode requires an epsilon, exchange = "batch" and clipped = "prompt"; found {problem}'
+            )
 
     @property
     def stale_upload_conflict(self) -> str:
-        """Return the reason: a mean of another number of uploads, or of scaled ones, has other noise."""
+        """Return why late uploads are refused: they change the number or scale of uploads, and so a mean's noise."""
         return "calibrates the noise on its mean to the uploads of one round"
 
     @property
@@ -223,11 +225,11 @@ class DPFPL(Method, PrivacyGuarantee):
         for name, expected in asked.items():
             if (value := getattr(self, name)) != expected:
                 raise ConfigError(
-                    f'{name}: expected "{expected}" with secure.noise = "sum", found "{value}"; change it, or set '
+                    f'{name}: secure.noise = "sum" requires "{expected}", found "{value}"; change it, or set '
                     'secure.noise to "site"'
                 )
         if self.sampling == "fixed":
-            raise ConfigError('sampling: expected "poisson" or "disjoint" with secure.noise = "sum", found "fixed"')
+            raise ConfigError('sampling: secure.noise = "sum" requires "poisson" or "disjoint", found "fixed"')
         return SummableNoise(self.noise_global, self.clip_global / batch, (self.noise_local,), self.sampling, True)
 
     @property
@@ -239,7 +241,7 @@ class DPFPL(Method, PrivacyGuarantee):
         """Return p_G."""
         if list(spec) != [PROMPT] or spec[PROMPT].shape[0] != self.adapter.length:
             raise ConfigError(
-                f'adapter: expected one tensor "prompt" with {self.adapter.length} rows, found {dict(spec)}'
+                f'adapter: the only tensor must be "prompt" with {self.adapter.length} rows, found {dict(spec)}'
             )
         return FederatedState(dict(weights))
 
@@ -250,7 +252,7 @@ class DPFPL(Method, PrivacyGuarantee):
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Run one step, or the local epochs; keep p_L, and send the noisy step on p_G, or the change of p_G."""
+        """Run one step or the local epochs, keep p_L, and send either the noisy step on p_G or the change of p_G."""
         plan.check_seeded(self.budget, ctx.seeded)
         received = as_spec(payload_tensors(down), trainer.spec)[PROMPT]
         drawn = 0.02 * torch.randn(received.shape, generator=ctx.rng("local prompt").torch_generator())
@@ -315,7 +317,7 @@ class DPFPL(Method, PrivacyGuarantee):
         return ClientContributions([Contribution(PROMPT, fields[PROMPT], 1.0)], clear)
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """Move p_G along the unweighted mean; in modes "paper" and "code", first add the noise to the mean."""
+        """Step p_G along the unweighted mean; in modes "paper" and "code", add the noise to the mean first."""
         old = server.tensors[PROMPT]
         moved = sums.means({PROMPT: old.float()})[PROMPT]
         if self.mode != "strict":  # a row that is clipped individually moves the mean of N clients by C / (N B)

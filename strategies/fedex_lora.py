@@ -93,13 +93,13 @@ class FedExLoRA(WeightAveragingMethod):
 
     @property
     def server_optimizer_conflict(self) -> str:
-        """Return why a server optimizer is refused: the base absorbs exactly the rest of the mean product."""
-        return "would move the factors apart from the residual that completes their mean"
+        """Return why a server optimizer is refused: the base absorbs what exactly these mean factors lack."""
+        return "would move the factors away from the residual that completes their mean"
 
     @property
     def stale_upload_conflict(self) -> str:
-        """Return the reason: the residual completes the mean of one round's factors."""
-        return "completes the mean of one round's factors in the base"
+        """Return why late uploads are refused: the residual completes the mean of a single round's factors."""
+        return "corrects the base for the mean of a single round's factors"
 
     @property
     def sends_same_broadcast(self) -> bool:

@@ -82,17 +82,17 @@ class FedLPP(Method):
 
     @property
     def upload_kind(self) -> Sends:
-        """Return "changes": clients send a change of the proxy."""
+        """Return "changes", because clients send a change of the proxy."""
         return "changes"
 
     @property
     def stale_upload_conflict(self) -> str:
-        """Return "": an upload is a change."""
+        """Return "": late uploads are allowed, because an upload is a change."""
         return ""
 
     @property
     def site_score_conflict(self) -> str:
-        """Return the reason: a site has Q(A_t) and Q(B_t)."""
+        """Return why a site cannot score the server's model: it has only Q(A_t) and Q(B_t)."""
         return "sends a quantized proxy, so a site does not have the server's model"
 
     def __post_init__(self) -> None:

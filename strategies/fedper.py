@@ -111,8 +111,8 @@ class FedPer(Method):
 
     @property
     def stale_upload_conflict(self) -> str:
-        """Return the reason: Eq. 1 is the mean of all sites' lower layers in round 0."""
-        return "shares its lower layers in round 0 only"
+        """Return why late uploads are refused: Eq. 1 is the mean of all sites' lower layers in round 0."""
+        return "shares its lower layers only in round 0"
 
     @property
     def sends_same_broadcast(self) -> bool:
@@ -152,8 +152,8 @@ class FedPer(Method):
         whole = {n: w for n, w in start.items() if w is not None}
         if len(whole) < len(start):
             raise StateError(
-                "private state: expected lower layers of an earlier participation (only the top was sent), found "
-                "none; the server sends all layers at the next participation"
+                "private state: the lower layers of an earlier participation are missing, and the server sent "
+                "only the top layers; it will send all layers at the next participation"
             )
         trained = trainer.train(as_spec(whole, trainer.spec)).weights
         # A server that repeats round 0 must not get lower layers trained later. Private state means they were sent.
@@ -162,7 +162,7 @@ class FedPer(Method):
         return FederatedState(dict(trained), {"round": ctx.round}), Payload(self._uploads.sent(sent), variant)
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """Return n_k W^k, and n_k itself: for all layers in round 0, for the top layers afterward."""
+        """Return n_k W^k and n_k: for all layers in round 0, and for the top layers afterward."""
         sent = self._uploads.opened(payload)
         return weighted_contributions(sent if ctx.round == 0 else _only(self._top(spec), sent), num_examples)
 
@@ -198,8 +198,8 @@ class FedPer(Method):
         numbers = sorted({layer for layer in layer_of.values() if layer is not None})
         if not numbers:
             raise ConfigError(
-                f'{next(iter(layer_of))}: expected a layer number in the name ("h.3.attn.lora_A"), found none; set '
-                "adapter.targets to modules of numbered layers"
+                f'{next(iter(layer_of))}: the name has no layer number, unlike "h.3.attn.lora_A"; set '
+                "adapter.targets to modules in numbered layers"
             )
         shared = {None, *numbers[-self.layers :]}
         return frozenset(name for name, layer in layer_of.items() if layer in shared)

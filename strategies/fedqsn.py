@@ -115,17 +115,17 @@ class FedQSN(Method):
 
     @property
     def upload_kind(self) -> Sends:
-        """Return "changes": clients send a change of the proxy."""
+        """Return "changes", because clients send a change of the proxy."""
         return "changes"
 
     @property
     def stale_upload_conflict(self) -> str:
-        """Return the reason if an upload is trained weights: those of the proxy are not the server's."""
+        """Return why late uploads are refused, if clients send trained weights: these belong to the proxy."""
         return "" if self._sends_change else "sends trained weights of a proxy instead of their change"
 
     @property
     def site_score_conflict(self) -> str:
-        """Return the reason, unless the proxy is the server's model itself."""
+        """Return why a site cannot score the server's model; "" if the proxy is that model."""
         return "" if self._is_open else "sends a masked or quantized proxy, so a site does not have the server's model"
 
     @property
@@ -150,7 +150,7 @@ class FedQSN(Method):
 
     @property
     def on_device(self) -> bool:
-        """Return True, because proxies and changes are as large as the model."""
+        """Return True, because proxies and their changes are as large as the model."""
         return True
 
     def __post_init__(self) -> None:
@@ -203,13 +203,13 @@ class FedQSN(Method):
         """Return W_0 with its tensors' locations. Raises ConfigError if linear layers are missing or fused."""
         if not any(t.place and t.place.part == "linear" for t in spec.values()):
             raise ConfigError(
-                f"task.model: expected a language model with linear layers (nn.Linear, Conv1D), found none among "
-                f"{len(spec)} tensors; FedQSN would hide nothing"
+                f"task.model: none of the {len(spec)} tensors belongs to a linear layer (nn.Linear, Conv1D), so "
+                "FedQSN would hide nothing; use a language model with such layers"
             )
         if fused := sorted(n for n, t in spec.items() if t.place is None and len(t.shape) > 2):
             raise ConfigError(
-                f"task.model: expected unfused linear layers, found {fused[0]} of shape "
-                f"{spec[fused[0]].shape}, which would be sent unprotected; use a base without such layers"
+                f"task.model: {fused[0]} of shape {spec[fused[0]].shape} is a fused layer, which would be sent "
+                "unprotected; use a base without such layers"
             )
         return FederatedState(dict(weights), {"places": {n: asdict(t.place) for n, t in spec.items() if t.place}})
 
@@ -229,7 +229,7 @@ class FedQSN(Method):
         sites with different masks could not compare them.
         """
         if site not in table.seeds:
-            raise WireError("entries: expected a seed for this site, to compute its columns from, found none")
+            raise WireError("entries: the table has no seed from which this site could compute its columns")
         stream = RandomStream(bytes.fromhex(table.seeds[site]))
         shown = self._shown_of(veil, RandomStream(bytes.fromhex(table.common_seed)))
         return {layer: self._visible(mask, stream) for layer, mask in shown.items()}
@@ -267,8 +267,8 @@ class FedQSN(Method):
             for layer, planned in self._planned(veil, ctx.entries, ctx.site).items():
                 if not torch.equal(planned, veil.visible(down)[layer]):
                     raise WireError(
-                        f"{_VISIBLE}{sanitize(layer, 80)}: expected the columns that follow from the table of entries, "
-                        "found different ones"
+                        f"{_VISIBLE}{sanitize(layer, 80)}: the columns differ from those that the table of entries "
+                        "gives this site"
                     )
         visible, received = veil.visible(down), lazy_spec(veil.opened(down, ctx.device), trainer.spec)
         frozen = {n: ~veil.seen(n, visible) for n in veil.masked}

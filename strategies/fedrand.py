@@ -113,23 +113,24 @@ class FedRand(WeightAveragingMethod):
             raise ConfigError(f"rho: expected a probability from 0 to 1, found {self.rho}")
         if self.downlink == "selected" and not self.past:
             raise ConfigError(
-                'downlink: expected "both" with past = false (both factors come from the server), found "selected"'
+                'downlink: past = false requires "both", because both factors then come from the server; found '
+                '"selected"'
             )
         if self.cold == "initial" and not self.past:
             raise ConfigError(
-                'cold: expected "server" with past = false (a newcomer\'s factors come from the server too), found '
-                '"initial"; leave cold out'
+                'cold: "initial" has no effect with past = false, because a newcomer\'s factors then come from the '
+                "server too; leave cold out"
             )
         self._uploads  # noqa: B018  # this access checks upload_bits
 
     @property
     def has_partial_uploads(self) -> bool:
-        """Return whether sites draw their factor; with rho = 0 or 1, all sites send the same factor."""
+        """Return whether sites draw their factor. With rho = 0 or 1 they do not: all sites send the same factor."""
         return 0.0 < self.rho < 1.0
 
     @property
     def stale_upload_conflict(self) -> str:
-        """Return the reason if sites start round 0 from their own factors, from which no change is known."""
+        """Return why late uploads are refused if sites start round 0 from factors that the server does not know."""
         if self.init_factors == "shared":
             return ""
         return 'starts each site from its own random factors (init_factors = "independent") instead of the server\'s'
@@ -236,7 +237,7 @@ class FedRand(WeightAveragingMethod):
         shared = _planned_factor(ctx.entries, ctx.site, spec)
         if down.variant in FACTORS and down.variant != shared:
             raise WireError(
-                f"variant: expected {shared}, which the table of entries assigns to this site, found {down.variant}"
+                f"variant: the table of entries assigns {shared} to this site, but the server sent {down.variant}"
             )
         return shared
 
@@ -259,8 +260,8 @@ class FedRand(WeightAveragingMethod):
             own_factors = received
         else:
             raise StateError(
-                f"private state: expected the factors of an earlier participation (only {down.variant} was sent), "
-                "found none; the server sends both factors at the next participation"
+                "private state: the factors of an earlier participation are missing, and the server sent only "
+                f"{down.variant}; it will send both factors at the next participation"
             )
         return as_spec({n: received[n] if factor_name(n) == shared else own_factors[n] for n in spec}, spec)
 
@@ -325,7 +326,7 @@ def _planned_factor(table: EntryTable, site: str, names: Collection[str]) -> Fac
     for side in FACTORS:
         if planned == frozenset(name for name in names if factor_name(name) == side):
             return side
-    raise WireError("entries: expected a table that assigns this site one factor of every layer, found a different one")
+    raise WireError("entries: the table must assign this site the same factor, A or B, in every layer, but does not")
 
 
 def _factors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

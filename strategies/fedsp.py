@@ -89,9 +89,7 @@ class FedSP(Method):
 
     def __post_init__(self) -> None:
         if self.adapter.cells < 1:
-            raise ConfigError(
-                "adapter.cells: expected at least 1, the number of layers that the proxy repeats, found 0"
-            )
+            raise ConfigError("adapter.cells: the proxy must repeat at least 1 layer, found 0")
         if self.distil_steps < 0:
             raise ConfigError(f"distil_steps: expected at least 0, found {self.distil_steps}")
         if not (self.distil_rate > 0 and isfinite(self.distil_rate)):
@@ -129,12 +127,12 @@ class FedSP(Method):
 
     @property
     def stale_upload_conflict(self) -> str:
-        """Return "": an upload is the prefix, and a shared proxy, moved by training."""
+        """Return "": late uploads are allowed, because an upload is the received tensors, moved by training."""
         return ""
 
     @property
     def site_score_conflict(self) -> str:
-        """Return the reason: a site has the proxy, and the server's model stays at the server."""
+        """Return why a site cannot score the server's model: it has only the proxy."""
         return "has the sites train a proxy, so a site does not have the server's model"
 
     @property
@@ -165,8 +163,8 @@ class FedSP(Method):
         if down.variant == _PREFIX:
             if private is None:
                 raise StateError(
-                    "private state: expected the proxy of an earlier participation (only the prefix was sent), found "
-                    "none; the server sends the proxy at the next participation"
+                    "private state: the proxy of an earlier participation is missing, and the server sent only "
+                    "the prefix; it will send the proxy at the next participation"
                 )
             received = {**private.tensors, **received}
         trained: Weights = received

@@ -91,8 +91,8 @@ class FixedPosition(FedSgdMethod):
         """Return w_0, and zero moments for Adam. Raises ConfigError if no tensor would be withheld."""
         if len(self._sent(spec)) == len(spec):
             raise ConfigError(
-                f"hidden: expected a regular expression that matches some of {len(spec)} tensors such as {min(spec)}, "
-                f'found "{self.hidden}"'
+                f'hidden: "{self.hidden}" matches none of the {len(spec)} tensors, such as {min(spec)}; use a '
+                "regular expression that matches some of them"
             )
         return fedsgd.start_state(weights, self.optimiser)
 

@@ -98,12 +98,12 @@ class FLoRA(HeterogeneousRankMethod):
 
     @property
     def server_optimizer_conflict(self) -> str:
-        """Return why a server optimizer is refused: the base absorbs exactly the sum of the sites' products."""
-        return "would move the base apart from the products that the sites have added to it"
+        """Return why a server optimizer is refused: the base must absorb exactly the sum of the sites' products."""
+        return "would move the base away from the products that the sites have added to it"
 
     @property
     def stale_upload_conflict(self) -> str:
-        """Return the reason: each round has new factors."""
+        """Return why late uploads are refused: each round has new factors."""
         return "adds the products of one round's factors to the base, and draws new factors"
 
     @property

@@ -126,12 +126,12 @@ class HetLoRA(HeterogeneousRankMethod):
 
     @property
     def site_score_conflict(self) -> str:
-        """Return the reason: sites with fewer ranks have a part of the factors."""
-        return "cuts the model to each site's rank, so a site scores its own cut"
+        """Return why a site cannot score the server's model: with a lower rank, it has only a part of the factors."""
+        return "truncates the model to each site's rank, so a site would score its truncated model"
 
     @property
     def stale_upload_conflict(self) -> str:
-        """Return the reason: the padding is no change that training made."""
+        """Return why late uploads are refused: the zeros that pad an upload are not a change made by training."""
         return "pads uploads with zeros up to the largest rank in a round"
 
     def check_entries(self, sites: int, drawn: int, fewest: int) -> None:
@@ -147,8 +147,8 @@ class HetLoRA(HeterogeneousRankMethod):
     def _require_fixed_ranks(self) -> None:
         if self.pruning:
             raise ConfigError(
-                "pruning: expected 0 with secure.enabled, found ranks that fall as sites train, so that a rank could "
-                "come from too few sites; set pruning = 0 and fix the ranks"
+                "pruning: secure.enabled requires 0, because a rank that falls during training could leave too "
+                "few sites in a sum; set pruning = 0 and fix the ranks"
             )
 
     def check_site(self, payload: Payload, spec: Spec, site: str) -> None:

@@ -137,7 +137,7 @@ class RandomBinary(FedSgdMethod):
             raise ConfigError(f"epoch_batches: expected an integer of at least 1, found {self.epoch_batches}")
         if self.epoch_batches > 1 and (self.exchange, self.mask_period) != ("batch", "epoch"):
             raise ConfigError(
-                'epoch_batches: expected 1 unless exchange = "batch" and mask_period = "epoch", '
+                'epoch_batches: only exchange = "batch" with mask_period = "epoch" allows a value other than 1, '
                 f"found {self.epoch_batches}"
             )
 

@@ -78,8 +78,8 @@ class RoLoRA(LoraAveragingMethod):
 
     @property
     def stale_upload_conflict(self) -> str:
-        """Return the reason: the next step takes only the other factor."""
-        return "trains one factor in even rounds and the other in odd ones, so that a late upload has the wrong factor"
+        """Return why late uploads are refused: the next step uses only the other factor."""
+        return "trains one factor in even rounds and the other in odd rounds, so a late upload has the wrong factor"
 
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext

@@ -87,12 +87,12 @@ class Scaffold(WeightAveragingMethod):
 
     @property
     def stale_upload_conflict(self) -> str:
-        """Return the reason: c and the sites' c_i belong to one round."""
-        return "adds changes of control variates, which belong to one round of a cohort"
+        """Return why late uploads are refused: c and the sites' c_i belong to a single round."""
+        return "adds changes of control variates, which belong to a single round of a cohort"
 
     @property
     def site_score_conflict(self) -> str:
-        """Return "": only the control variate stays at the site, and g_i(x) is of the received x."""
+        """Return "": a site can score the server's model, because only the control variate is its own."""
         return ""
 
     @property

@@ -34,7 +34,7 @@ def keep_imports(source: str) -> str:
 
 
 def copy_imports(root: Path, to: Path) -> None:
-    """Write a project's Python files to another folder, with their imports alone, and its settings.
+    """Write a project's Python files, with only their imports, and its settings to another folder.
 
     pyright does not enter linked folders, such as fedveil/client_app, so the copy has folders in their place.
     """
@@ -58,7 +58,7 @@ def unresolved(report: dict[str, Any]) -> list[str]:
         ValueError: pyright read no files.
     """
     if not report["summary"]["filesAnalyzed"]:
-        raise ValueError("pyright: expected project files, found none; see [tool.basedpyright]")
+        raise ValueError("pyright: it read no project files; see [tool.basedpyright]")
     return [
         f"{entry['file']}:{entry['range']['start']['line'] + 1}: {entry['message']}"
         for entry in report["generalDiagnostics"]
@@ -79,7 +79,7 @@ def main(command: list[str]) -> int:
     try:
         report = json.loads(done.stdout)
     except json.JSONDecodeError:
-        print(f"pyright: expected JSON, found {done.stdout[-500:]}{done.stderr[-500:]}", file=sys.stderr)
+        print(f"pyright: its output is not JSON: {done.stdout[-500:]}{done.stderr[-500:]}", file=sys.stderr)
         return 2
     lines = unresolved(report)
     print("\n".join([*lines, f"pyright: {report['summary']['filesAnalyzed']} files, {len(lines)} imports not found"]))

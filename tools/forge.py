@@ -1,4 +1,4 @@
-"""Forge messages as a hostile sender could, with any header and a correct checksum."""
+"""Forge messages as a hostile sender could, with arbitrary headers and correct checksums."""
 
 from __future__ import annotations
 

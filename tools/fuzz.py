@@ -1,7 +1,8 @@
 """Mutate messages and text files, as a hostile sender or a broken disk would (see tests/test_fuzz.py).
 
 A message is mutated as a sender could change it: damage bytes, truncate or extend the message, put any value anywhere
-in the header, or change a field's bytes. Checksums are then corrected, which chance alone would never do.
+in the header, or change a field's bytes. Checksums are then corrected, because random mutations would never get them
+right.
 """
 
 from __future__ import annotations
@@ -146,5 +147,5 @@ def _field(data: bytes, draw: random.Random) -> bytes:
 
 _MESSAGE: tuple[Callable[[bytes, random.Random], bytes], ...] = (
     *(_bytes, _cut, _extended, _header_shape, _header_text, _header_stream, _form),
-    *(_header_value, _header_value, _field, _field),  # twice, because these get furthest
+    *(_header_value, _header_value, _field, _field),  # twice, because these mutations get furthest
 )

@@ -26,7 +26,7 @@ from typing import Any
 
 from tools import fuzz
 
-MARK = "Quendolin"  # part of every value, so it must not appear in any message
+MARK = "Quendolin"  # part of every value, so that it must not appear in any message
 KINDS = ("jsonl", "csv", "json", "csv.gz", "parquet", "arrow", "image", "dicom", "xlsx", "nii", "nii.gz")
 _IMAGES = ("image", "dicom", "nii", "nii.gz")
 _MOST_SECONDS = 30.0  # of CPU
@@ -68,13 +68,13 @@ def judge_case(kind: str, content: bytes, folder: Path) -> str:
         verdict, text = "refused", str(error)
         if str(folder) not in text and "row 7" not in text:
             verdict = f"no file in the message: {text[:300]}"
-        elif MARK in text and "expected column" not in text:  # column names may be shown
+        elif MARK in text and "expected column" not in text:  # messages may show column names
             verdict = f"a value in the message: {text[:300]}"
         elif len(text) > _LONGEST:
             verdict = f"a message of {len(text)} characters: {text[:300]}"
         elif error.__cause__ is not None:
             verdict = f"an error that carries another one: {type(error.__cause__).__name__}"
-    except Exception as error:  # this is what the fuzzer searches for
+    except Exception as error:  # these errors are what the fuzzer searches for
         frames = _frames(error)
         verdict = f"{type(error).__name__}: {str(error)[:200]} at {frames}"
     finally:

@@ -56,7 +56,8 @@ _MODELS = (
 )
 _TESTS = ("beartype", "cryptography", "pycryptodome", "pydantic", "pytest", "typing-extensions", "xxhash", *_MODELS)
 _FEDERATION = (*CONSOLE, *_MODELS, "datasets", "flwr", "flwr-datasets", "grpcio", "pillow")
-# `quick`: the full form exceeded its share on a machine that was measured, or needs a base that is not bundled.
+# `quick`: the full form exceeded its share of the time on a machine that we measured, or needs a base that is not
+# bundled.
 PARTS = (
     Part("tests", 105, _TESTS),
     Part("fedqsn/speed", 60, (*CONSOLE, *_MODELS), quick=True),
@@ -139,7 +140,10 @@ def _chosen(argv: Sequence[str] | None) -> Chosen:
 
 
 def about_machine(place: Place) -> dict[str, Any]:
-    """Return Python, torch, CUDA, device and driver. A separate process queries torch, so that its memory is freed."""
+    """Return the versions of Python, torch, CUDA and the driver, and the device.
+
+    A separate process queries torch, so that its memory is freed.
+    """
     log = place.out / "machine.log"
     ended = place.child([sys.executable, "-c", _PROBE], log, 60)
     lines = log.read_text(errors="replace").splitlines()
@@ -214,7 +218,7 @@ def table(rows: Sequence[Row]) -> str:
         result = f"{row.result}: {row.detail}" if row.detail else row.result
         cells.append((row.name, result, f"{row.seconds:.1f}", row.file))
     wide = [max(len(line[i]) for line in cells) for i in range(4)]
-    wide[1] = min(wide[1], 60)  # a long reason widens only its own line
+    wide[1] = min(wide[1], 60)  # a long reason makes only its own line longer
     return "\n".join("  ".join(cell.ljust(wide[i]) for i, cell in enumerate(line)).rstrip() for line in cells)
 
 

@@ -48,7 +48,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Row:
-    """A line in the table; `detail` says why the part did not pass, or what passed."""
+    """A line in the table; `detail` says what passed, or why the part did not pass."""
 
     name: str
     result: Result
@@ -87,7 +87,7 @@ class Place:
         return variables
 
     def child(self, command: Sequence[str], log: Path, seconds: float, threads: int = 0) -> Ended:
-        """Run `command` with all output in `log`. However it ends, no child process is left running.
+        """Run `command` with all output in `log`. No child process is left running, however the command ends.
 
         `threads` is the number of OpenMP threads; 0: torch's default.
         """
@@ -136,7 +136,7 @@ def _carries(process: Path, mark: bytes) -> bool:
 
 
 def run_part(part: Part, place: Place, seconds: float, lacks: Mapping[str, str]) -> list[Row]:
-    """Return the part's rows for the table: one, and for the tests one more per reason why tests were not run."""
+    """Return the part's rows for the table: one, and for the tests another for each reason why some were not run."""
     if missing := [f"{name} ({lacks[name]})" for name in part.needs if name in lacks]:
         return [Row(part.name, "not run", f"misses {', '.join(missing)}")]
     if part.data and (why := _no_data(part.data)):
@@ -163,7 +163,7 @@ def preset_command(part: Part, place: Place, file: Path) -> list[str]:
 def _preset(part: Part, place: Place, seconds: float) -> list[Row]:
     file = place.out / f"{part.name.replace('/', '_')}.json"
     log = file.with_suffix(".log")
-    file.unlink(missing_ok=True)  # an older result must not be taken for this run's
+    file.unlink(missing_ok=True)  # an older result must not be mistaken for this run's
     command = preset_command(part, place, file)
     form = "quick" if "--quick" in command else "full"
     print(f"{part.name} ({form}), at most {seconds:.0f} s; its log: {log}", flush=True)

@@ -14,9 +14,9 @@
 | check.txt | tools that find missing imports, in a separate environment: pyright, with its Node.js |
 | docs.txt | tools that build the documentation site, in a separate environment |
 
-Each is installed with `pip install --require-hashes --no-deps`: nothing is resolved, so nothing else is installed. uv
-gets the hashes from PyPI. If torch's own index does not answer and torch's version is unchanged, cpu.txt keeps its
-hashes.
+Each file is installed with `pip install --require-hashes --no-deps`: pip resolves nothing, so it installs nothing else.
+uv gets the hashes from PyPI. If torch's own index does not answer, and torch's version has not changed, cpu.txt keeps
+its hashes.
 """
 
 from __future__ import annotations

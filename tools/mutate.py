@@ -1,4 +1,4 @@
-"""Break the code on purpose, one place at a time, and report the changes that no test detects.
+"""Break the code deliberately, in one place at a time, and report the changes that no test detects.
 
     make mutate PACKAGE=ops ARGS="--sample 40 --seed 1"
     python tools/mutate.py --code fedveil/mean.py --tests tests/fedveil/test_mean.py --sample 10

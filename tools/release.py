@@ -32,7 +32,7 @@ RECIPE_FILES = ("docker", "compose.yaml", "compose.gpu.yaml")
 
 
 def find_faults(tag: str, tree: Path) -> list[str]:
-    """Return, in sentences, why a tree cannot be released under a tag; empty if it can."""
+    """Return sentences that say why a tree cannot be released under a tag; empty if it can."""
     match = re.fullmatch(r"v(\d+\.\d+\.\d+(?:(?:a|b|rc)\d+)?)", tag)
     if not match:
         return [f"tag: expected v and a version, such as v0.2.0, found {tag}"]

@@ -1,4 +1,4 @@
-"""List the committed results with the commit that each measured, and how far that commit lies behind.
+"""List the committed results with the commit that each measured, and how many relevant commits came since.
 
     python tools/result_provenance.py
 
@@ -7,8 +7,9 @@
 | state | clean; dirty, if the code had changes that no commit has ("+"); unknown, if the history lacks the commit |
 | behind | commits since then that touch a file that the runner imports today, or its preset |
 
-Imports are followed from the runner through fedveil and fedveil_bench, those in functions too; methods are loaded by
-name, so all of strategies/ counts. A file that was renamed counts from its renaming, so the number is a lower bound.
+Imports, including those inside functions, are followed from the runner through fedveil and fedveil_bench. Methods are
+loaded by name, so all of strategies/ counts. A renamed file counts only from its renaming on, so the number is a lower
+bound.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("fedveil", "fedveil_bench")
-# Measured before the rule that a result needs a clean tree and a commit of main. A result that is measured again leaves
-# these lists; nothing is added to them.
+# These were measured before results required a clean tree and a commit on main. A result that is measured again is
+# removed from these lists; nothing is added to them.
 DIRTY = frozenset({
     "core_faults", "core_scale", "core_simulation", "dp_fpl_sites", "dp_fpl_table3", "fedqsn_adaptive",
     "fedqsn_private", "fedqsn_table2", "fedqsn_table3", "fedqsn_table5_cross_silo", "fedqsn_table6",
@@ -38,7 +39,7 @@ UNKNOWN = frozenset({"core_faults", "core_memory"})
 
 @dataclass(frozen=True)
 class ResultProvenance:
-    """One result's provenance: see the columns above. `behind` is None if the history lacks the commit."""
+    """One result's provenance, with the columns above. `behind` is None if the history lacks the commit."""
 
     name: str
     preset: str
@@ -72,7 +73,7 @@ def read_provenance(root: Path, with_distance: bool = True) -> list[ResultProven
 
 
 def read_history(root: Path) -> frozenset[str]:
-    """Return the commits of the history of HEAD, abbreviated to 12 digits and, as older results have them, to 7."""
+    """Return the commits in HEAD's history, abbreviated to 12 digits and, as in older results, to 7."""
     commits = (run_git(root, "rev-list", "HEAD") or "").split()
     return frozenset(commit[:digits] for commit in commits for digits in (7, 12))
 
@@ -83,7 +84,7 @@ def count_behind(root: Path, commit: str, files: list[str]) -> int:
 
 
 def list_measured(root: Path, preset: str) -> list[str]:
-    """Return the files that a preset measures: its own, what its runner imports, and the methods."""
+    """Return the files that a preset measures: its own file, the files that its runner imports, and the methods."""
     file = root / "benchmarks" / "presets" / f"{preset}.toml"
     content = tomllib.loads(file.read_text())
     like = content.get("like")
@@ -95,7 +96,7 @@ def list_measured(root: Path, preset: str) -> list[str]:
 
 @functools.cache
 def list_imports(root: Path, module: str) -> list[str]:
-    """Return the files of a module and of all that it imports from PACKAGES, relative to the root."""
+    """Return the files of a module and of everything that it imports from PACKAGES, relative to the root."""
     files: dict[str, str] = {}
     waiting = [module]
     while waiting:
@@ -147,7 +148,7 @@ def run_git(root: Path, *arguments: str) -> str | None:
 def main() -> int:
     """Print the table; return 1 without a git history."""
     if run_git(ROOT, "rev-parse", "HEAD") is None:
-        print("error: expected a git checkout, found none", file=sys.stderr)
+        print("error: this is not a git checkout", file=sys.stderr)
         return 1
     results = read_provenance(ROOT)
     width = max(len(result.name) for result in results)

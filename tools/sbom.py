@@ -4,8 +4,8 @@
     python tools/sbom.py --python VENV/bin/python --out FILE         # for that installation, as in the image
 
 It runs in a separate environment, with lock/sbom.txt installed. cyclonedx-py reads the installation; this script adds
-the hashes and refuses packages that are not in any file in lock/. The same installation gives the same bytes.
-Components other than Python packages, such as an image's Debian packages, are not included.
+the hashes and refuses packages that are not in any file in lock/. Equal installations give equal bytes. Components
+other than Python packages, such as an image's Debian packages, are not included.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Find the FedVeil requirements that an installation lacks, and say how to bring them to a machine without a network.
 
 Names and ranges come from pyproject.toml, versions and hashes from lock/run.txt and lock/test.txt; there is no separate
-list. torch is never carried over, because a GPU machine has the build for its driver. The script needs only Python.
+list. torch is never copied, because a GPU machine already has the build for its driver. The script needs only Python.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def card_audit_section(run: Path) -> AuditSection:
         notes = [card_text(note) for note in report.notes]
     except (ValidationError, RecursionError) as error:
         raise StateError(
-            f"{file}: expected the output of fedveil audit, found {sanitize(error, 200)}; audit the run again"
+            f"{file}: not a valid output of fedveil audit ({sanitize(error, 200)}); audit the run again"
         ) from None
     return AuditSection(measured=bool(attacks), audit=hashlib.sha256(data).hexdigest(), attacks=attacks, notes=notes)
 

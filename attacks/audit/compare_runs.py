@@ -140,8 +140,8 @@ def audit_run_pair(told: SharedAuditInputs, folder: Path, config: RunConfig) -> 
     """
     if any(getattr(config, section) != getattr(told.config, section) for section in _SAME):
         raise ConfigError(
-            f"runs: expected equal sections {' and '.join(_SAME)}, found different ones in {config.run.name}; audit it "
-            "separately"
+            f"runs: the sections {' and '.join(_SAME)} of {config.run.name} differ from those of the first run; "
+            "audit it separately"
         )
     knowledge, view, sums, notes = _read(folder, config)
     scored: dict[tuple[str, str], Sides] = {}

@@ -131,7 +131,7 @@ def train_control(
     rounds: int = 16,
     say: Callable[[str], None] = _silent,
 ) -> TrainedControl:
-    """Train FedAvg with two clients on `rows`, which no attack may score.
+    """Train FedAvg with two clients on `members`, which no attack may score.
 
     Training ends when their loss falls to `loss_share` of the initial loss, or after `rounds`.
 
@@ -184,7 +184,5 @@ def _trained(
 
 def _scored(trainer: Trainer, weights: Weights, rows: Rows) -> float:
     if not isinstance(trainer, ScoresExamples):
-        raise TypeError(
-            f"task.trainer: expected a trainer that scores examples (mean_loss), found {type(trainer).__name__}"
-        )
+        raise TypeError(f"task.trainer: {type(trainer).__name__} cannot score examples, because it has no mean_loss")
     return trainer.mean_loss(weights, rows)

@@ -56,7 +56,7 @@ class NormalEstimate:
         """Parse an entry of audit.json. Raises ValueError, KeyError or TypeError unless its value is `least` to 1."""
         value, error = float(row["value"]), float(row["standard_error"])
         if not least <= value <= 1 or not 0 < error <= 1:
-            raise ValueError(f"expected a value from {least:g} to 1 with a standard error, found {value} and {error}")
+            raise ValueError(f"the value must be from {least:g} to 1, with a standard error; found {value} and {error}")
         return cls(value, error)
 
 
@@ -76,7 +76,7 @@ class PlacementValues:
         """Return the difference from another area of the same examples. Raises ValueError if their counts differ."""
         mine, theirs = self._rows, other._rows
         if mine != theirs:
-            raise ValueError(f"expected scores of the same examples, found {mine} and {theirs}")
+            raise ValueError(f"the runs have different numbers of scores: {mine} and {theirs}")
         pairs = zip(self.of_members, other.of_members, strict=True)
         return PlacementValues([a - b for a, b in pairs], self.of_others - other.of_others)
 
@@ -114,10 +114,10 @@ def placement_values(sites: Sequence[Sides]) -> PlacementValues:
     sizes = [(len(members), len(others)) for members, others in sites]
     if not sizes or min(map(min, sizes)) < 2 or len({others for _, others in sizes}) > 1:
         raise ValueError(
-            f"expected at least two examples on each side, and equally many non-members at each site, found {sizes}"
+            f"each side needs at least two examples, and all sites the same number of non-members; found {sizes}"
         )
     if any(np.isnan(side).any() for sides in sites for side in sides):
-        raise ValueError("expected scores that are numbers, found NaN")
+        raise ValueError("some scores are NaN")
     of_others = [1 - _above(others, members) for members, others in sites]
     return PlacementValues([_above(members, others) for members, others in sites], np.mean(of_others, axis=0))
 

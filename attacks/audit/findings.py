@@ -139,9 +139,7 @@ class AuditReport:
                 findings, rebuilt, [str(note) for note in content["notes"]], undecided, beside_others, canary_epsilon
             )
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise StateError(
-                f"{file}: expected the output of fedveil audit, found {error!r}; audit the run again"
-            ) from None
+            raise StateError(f"{file}: not a valid output of fedveil audit ({error!r}); audit the run again") from None
 
 
 def _finding(row: Mapping[str, Any]) -> AttackFinding:
@@ -206,7 +204,7 @@ def _triple(estimate: statistics.IntervalEstimate) -> tuple[float, float, float]
 
 
 def control_name(attack: str) -> str:
-    """Return the name of an attack's wrong-site control: the same examples against another site's upload."""
+    """Return the name of an attack's wrong-site control: the same examples scored on another site's upload."""
     return f"{attack}, {WRONG_SITE}"
 
 

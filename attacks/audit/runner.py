@@ -214,9 +214,7 @@ def run_audit(
         ValueError: `knowledge` has no final model.
     """
     if knowledge.server is None:
-        raise ValueError(
-            "knowledge.server: expected the server's final model, found None; pass it to AdversaryKnowledge"
-        )
+        raise ValueError("knowledge.server: the server's final model is missing; pass it to AdversaryKnowledge")
     server = knowledge.server
     attacks = list_attacks() if attacks is None else attacks
     reasons = [(attack, explain_misfit(attack, view, knowledge)) for attack in attacks]

@@ -4,7 +4,7 @@
 |---|---|
 | no budget | every step runs |
 | time is up | no further step begins; the current step still finishes, so an audit may run over by one step |
-| the attack's longest step so far took longer than the time left | the step is skipped; cheaper steps may run |
+| the attack's longest step so far took longer than the time left | the step is skipped; cheaper steps may still run |
 | a control | runs before the other steps of its attack: if the control does not fit, neither do those steps |
 """
 

@@ -168,8 +168,7 @@ class AuditScorer:
         others: AuditSample,
         is_beside: bool = False,
     ) -> list[AuditStep]:
-        """Return a step for each attack that can read the uploads of `site`; with rows of another site, the step is
-        a control."""
+        """Return a step per attack that can read `site`'s uploads; with another site's examples, it is a control."""
 
         def step(attack: UploadAttack) -> AuditStep:
             return AuditStep(

@@ -46,12 +46,12 @@ class LeakageThreshold:
 
     def __post_init__(self) -> None:
         if self.figure not in FIGURES:
-            raise ConfigError(f"--figure: expected one of {', '.join(FIGURES)}, found {self.figure!r}; name one")
+            raise ConfigError(f"--figure: expected one of {', '.join(FIGURES)}, found {self.figure!r}")
         most = 1000.0 if self.figure == "epsilon" else 1.0
         if not 0 <= self.above < most:  # False for NaN; at 1, no rate could fail
             raise ConfigError(
-                f"--fail-above: expected a number from 0 to below {most:g} for {self.figure}, found {self.above:g}; "
-                "for auroc, 0.5 is guessing"
+                f"--fail-above: for {self.figure}, expected at least 0 and less than {most:g}, found "
+                f"{self.above:g}; for auroc, 0.5 is a random guess"
             )
 
 

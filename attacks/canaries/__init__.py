@@ -1,1 +1,1 @@
-"""Canaries: examples included or excluded by coin flips, and the epsilon bound from the coins that one run reveals."""
+"""Canaries: examples that coin flips include or exclude, and the epsilon bound from the coins that one run reveals."""

@@ -16,9 +16,9 @@ jax_privacy's `auditing`). The formula reproduces the two published values that 
     P[W >= v] <= f(v) + 2 m delta max_(1 <= i <= v) (f(v - i) - f(v)) / i
 
 Formal guarantees: the bound is above the mechanism's epsilon, at `delta`, with probability at most 1 - confidence. Two
-data sets are neighbors if they differ in one coin. Guesses may depend on each other in any way. Their number is fixed
-in advance: `best_epsilon_bound` tries the numbers in `_PARTS` and several scores, and divides the error among them
-(Bonferroni).
+data sets are neighbors if they differ in one coin. Guesses may depend on each other in any way. The number of guesses
+is fixed in advance: `best_epsilon_bound` tries the numbers in `_PARTS` and several scores, and divides the error among
+them (Bonferroni).
 
 | case | result |
 |---|---|
@@ -76,9 +76,11 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
         ValueError: impossible counts, or an epsilon or delta out of range.
     """
     if not 0 <= correct <= guesses <= canaries or canaries < 1:
-        raise ValueError(f"expected 0 <= correct <= guesses <= canaries, found {correct}, {guesses}, {canaries}")
+        raise ValueError(
+            f"the counts must satisfy 0 <= correct <= guesses <= canaries, found {correct}, {guesses}, {canaries}"
+        )
     if not (0 <= epsilon < math.inf and 0 <= delta <= 1):
-        raise ValueError(f"expected an epsilon of 0 or more and a delta from 0 to 1, found {epsilon} and {delta}")
+        raise ValueError(f"epsilon must be at least 0, and delta from 0 to 1; found {epsilon} and {delta}")
     q = 1 / (1 + math.exp(-epsilon))
     tail = float(binom.sf(correct - 1, guesses, q))
     if not delta or not correct:
@@ -120,7 +122,7 @@ def best_epsilon_bound(
     """
     if not scores or not len(coins) or any(len(s) != len(coins) or not np.isfinite(s).all() for s in scores.values()):
         lengths = {name: len(s) for name, s in scores.items()}
-        raise ValueError(f"expected finite scores of {len(coins)} coins, found {lengths}")
+        raise ValueError(f"each score needs {len(coins)} finite values, one per coin; found {lengths}")
     numbers = sorted({max(1, len(coins) // part) for part in _PARTS}, reverse=True)
     each = 1 - (1 - confidence) / (len(scores) * len(numbers))
     bounds = []

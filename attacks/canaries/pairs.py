@@ -1,13 +1,13 @@
-"""Canary pairs in a site's examples: a coin selects one canary per pair, and a run reveals the coins (one_run.py).
+"""Canary pairs in a site's examples: a coin selects one canary per pair, and a bound on epsilon follows from how well a
+run reveals the coins (one_run.py).
 
 A canary is an example with another example's target: a model can learn this combination only from the
-canary. Each position holds one canary of a pair. Data sets with one different coin thus differ in one replaced
-example, so the adjacency is replace-one. The coins affect neither the number of examples nor their
-positions.
+canary. Each pair takes up one position in the data, whichever canary is chosen. Flipping one coin therefore replaces
+one example, so the adjacency is replace-one. The coins affect neither the number of examples nor their positions.
 
 For a run with `dp.unit-column`, a canary is a whole unit of k rows with the targets of another unit's rows, and the
-adjacency replaces one unit. A canary's score is the mean of its rows' scores. The units used lose their rows beyond k.
-A guarantee for a row says nothing about these canaries.
+adjacency replaces one unit. A canary's score is the mean of its rows' scores. Rows beyond the k-th of a unit used for
+canaries are dropped. A guarantee for single rows says nothing about these canaries.
 
 | file in a canary folder | content |
 |---|---|
@@ -24,7 +24,7 @@ A guarantee for a row says nothing about these canaries.
 |---|---|
 | a run that never trained on the canaries | a bound of 0, except with probability 1 - confidence |
 | canaries that `task.examples-per-site` left out | their coins are guessed at random, which lowers the bound |
-| a guarantee with zero-out adjacency | both epsilons are shown, but not compared |
+| a guarantee with zero-out adjacency | both epsilons are shown but not compared |
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def plant_canaries(
     units: Sequence[Sequence[int]] | None = None,
     unit_rows: int = 1,
 ) -> CanaryPlan:
-    """Create a canary pair for each coin; the training data gets the pair's first canary if the coin is true.
+    """Create a canary pair for each coin.
+
+    If the coin is true, the training data gets the first canary, otherwise the second.
 
     Args:
         rows: the site's examples.
@@ -126,7 +128,7 @@ def plant_canaries(
 
 
 def canary_coins(folder: Path) -> NDArray[np.bool_]:
-    """Return the coins in a canary folder. Raises StateError if `folder` is not one."""
+    """Return the coins in a canary folder. Raises StateError if `folder` is not a canary folder."""
     return _read_coins(folder)[0]
 
 
@@ -139,17 +141,17 @@ def _read_coins(folder: Path) -> tuple[NDArray[np.bool_], int]:
     file = folder / SECRET / COINS
     try:
         if file.stat().st_size > _MOST_BYTES:
-            raise ValueError("a file that is too large")
+            raise ValueError("the file is too large")
         content = json.loads(file.read_text())
         coin_bits, unit_rows = content["coins"], content.get("rows", 1)
         if not LEAST <= len(coin_bits) <= MOST or set(coin_bits) - {"0", "1"}:
             raise ValueError(f"{len(coin_bits)} coins")
         if type(unit_rows) is not int or not 1 <= unit_rows <= MOST_UNIT_ROWS:
-            raise ValueError("another number of rows")
+            raise ValueError("the number of rows per canary is invalid")
         return np.array([coin == "1" for coin in coin_bits]), unit_rows
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise StateError(
-            f"{file}: expected the coins that fedveil canaries wrote, found {type(error).__name__}: {error}; name the "
+            f"{file}: not a coin file that fedveil canaries wrote ({type(error).__name__}: {error}); give the "
             "folder that it created"
         ) from None
 
@@ -171,7 +173,7 @@ def bound_from_audit(
     """
     (coins, unit_rows), task = _read_coins(folder), knowledge.task
     if site not in view.sites:
-        raise ConfigError(f"--canaries: expected a site of the run ({', '.join(view.sites)}), found {site}")
+        raise ConfigError(f"--canaries: {site} is not a site of the run; its sites are {', '.join(view.sites)}")
     first, second = (_rows(task, folder / SECRET, name, len(coins), unit_rows) for name in (FIRST, SECOND))
     return one_run.best_epsilon_bound(canary_scores(site, view, knowledge, first, second), coins, delta)
 
@@ -245,9 +247,7 @@ def _rows(task: Task, folder: Path, name: str, count: int, unit_rows: int) -> li
 def _falls(knowledge: AdversaryKnowledge, rows: Rows) -> Scores:
     """Return the loss under the public base minus the loss under the run's model, shape (rows,)."""
     if knowledge.server is None:
-        raise ValueError(
-            "knowledge.server: expected the server's final model, found None; pass it to AdversaryKnowledge"
-        )
+        raise ValueError("knowledge.server: the server's final model is missing; pass it to AdversaryKnowledge")
     after = [target_loss(prediction) for prediction in knowledge.task.predict(knowledge.server, rows)]
     return np.asarray(PublicBaseScores(knowledge.task, knowledge.initial).losses(rows) - np.array(after))
 

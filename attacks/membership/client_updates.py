@@ -1,4 +1,4 @@
-"""Updates of a run's sites as seen by one adversary: the weights at the start and end of each client round.
+"""The sites' updates as one adversary sees them: the weights at the start and end of each client round.
 
 The server broadcasts the initial value of each sent tensor and sees its final value, so it knows both exactly. A
 tensor that the site kept is set to the last value the server saw, as in `factor_pairing`. If sites keep no tensors

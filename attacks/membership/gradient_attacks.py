@@ -88,7 +88,7 @@ class GradientAttack(UploadAttack):
         """Return the site's client updates to attack, as indices into `ObservedClientUpdates.rounds`."""
 
     def beside(self, turns: ObservedClientUpdates, site: str, index: int) -> Iterator[ObservedClientUpdate]:
-        """Yield the client updates to read for the one at `index`, starting with that one; nothing if unusable."""
+        """Yield the updates needed for the one at `index`, beginning with that one; nothing if it is unusable."""
         yield turns.at(site, index)
 
     @abstractmethod

@@ -13,7 +13,8 @@ that example.
 | case | result |
 |---|---|
 | fewer than 16 shadows per side | one variance pooled over all examples (Carlini et al., section VI-B) |
-| an example in no shadow, or in all shadows | the offline score against the existing side; ValueError without either |
+| an example in no shadow, or in all shadows | the offline score relative to the side that exists; ValueError if neither
+  exists |
 | shadows with bit-identical values | a minimum standard deviation of 1e-3 |
 """
 
@@ -67,7 +68,10 @@ def train_shadows(
         ValueError: `count` is odd or below 2, or the pool has fewer than 2 examples.
     """
     if count < 2 or count % 2 or pool < 2:
-        raise ValueError(f"expected an even number of shadows, 2 or more, and 2 examples, found {count} and {pool}")
+        raise ValueError(
+            f"the number of shadows must be even and at least 2, and the pool needs at least 2 examples; found {count} "
+            f"and {pool}"
+        )
     members = np.zeros((count, pool), dtype=bool)
     for first in range(0, count, 2):  # two shadows split the pool
         half = rng.permutation(pool)[: pool // 2]
@@ -92,7 +96,7 @@ def lira_scores(target: Numbers, shadows: Numbers, members: NDArray[np.bool_]) -
     mean_in, std_in = _gaussian(shadows, members)
     mean_out, std_out = _gaussian(shadows, ~members)
     if np.isnan(mean_out).any() and np.isnan(mean_in[np.isnan(mean_out)]).any():
-        raise ValueError("expected shadows that score every example, found an example without scores")
+        raise ValueError("no shadow has scored one of the examples")
     both = _log_normal(target, mean_in, std_in) - _log_normal(target, mean_out, std_out)
     only_out = log_cdf((target - mean_out) / std_out)
     only_in = log_cdf((target - mean_in) / std_in)

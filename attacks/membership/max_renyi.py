@@ -72,7 +72,9 @@ def max_k(entropies: NDArray[np.float64], percent: float) -> float:
         ValueError: no entropies, or a percentage outside 0 to 100.
     """
     if not 0 <= percent <= 100 or not len(entropies):
-        raise ValueError(f"expected 0 to 100 per cent of at least one entropy, found {percent} of {len(entropies)}")
+        raise ValueError(
+            f"the percentage must be from 0 to 100, of at least one entropy; found {percent} of {len(entropies)}"
+        )
     k = max(1, int(percent * len(entropies) / 100))
     return float(np.sort(entropies)[-k:].mean())
 

@@ -65,7 +65,7 @@ class PublicBaseScores:
             given = [(name, score) for attack in attacks for name, score in attack.score(answer).items()]
             names = [name for name, _ in given]
             if len(set(names)) < len(names):
-                raise ValueError(f"attacks: expected distinct score names, found {sorted(names)}; rename one")
+                raise ValueError(f"attacks: two attacks use the same score name ({sorted(names)}); rename one")
             for name, score in given:
                 scores_by_name.setdefault(name, []).append(score)
         return {name: np.array(scores) for name, scores in scores_by_name.items()}

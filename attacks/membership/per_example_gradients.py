@@ -80,7 +80,7 @@ def _together(task: Any, weights: dict[str, Tensor], rows: Rows) -> Iterator[dic
         warnings.warn(f"computing per-example gradients one example at a time: {first_line(error)}", stacklevel=2)
         yield from (row_gradient(task, row) for row in rows)
         return
-    for place, count in enumerate(terms):  # without targets there is no mean, and the sum is 0
+    for place, count in enumerate(terms):  # without targets the mean is undefined, and the sum is 0
         yield {
             name: count * g[place].cpu() if count else torch.zeros_like(g[place]).cpu() for name, g in gradients.items()
         }

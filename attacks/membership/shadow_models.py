@@ -87,7 +87,7 @@ class ShadowAttackConfig:
 
     def __post_init__(self) -> None:
         if self.shadows < 4 or self.shadows % 2:
-            raise ValueError(f"shadows: expected an even number of at least 4, found {self.shadows}")
+            raise ValueError(f"shadows: must be even and at least 4, found {self.shadows}")
         if not 0 < self.held_out < 1:
             raise ValueError(f"held_out: expected a fraction between 0 and 1, found {self.held_out}")
         if self.epochs < 1 or self.patience < 1:
@@ -177,15 +177,13 @@ def target_outputs(
     seen, pooled = {id(row) for row in trained_on}, {id(row) for row in pool}
     if strange := sum(id(row) not in seen for row in members[0]):
         raise ValueError(
-            f"members: expected examples that the target was trained on, found {strange} others; use its own examples"
+            f"members: the target was not trained on {strange} of these examples; use examples from its training data"
         )
     if known := sum(id(row) in seen for row in others[0]):
-        raise ValueError(
-            f"others: expected examples that the target was not trained on, found {known} training examples; drop them"
-        )
+        raise ValueError(f"others: the target was trained on {known} of these examples; remove them")
     if shared := sum(id(row) in pooled for row in [*members[0], *others[0]]):
         raise ValueError(
-            f"pool: expected no example of the target, found {shared}; give the adversary its own examples"
+            f"pool: {shared} of its examples are also examples of the target; give the adversary other examples"
         )
     return TargetOutputs(
         says(weights, members[0]), says(weights, others[0]), np.asarray(members[1]), np.asarray(others[1])
@@ -247,9 +245,7 @@ def _balanced(at: TargetOutputs, rng: np.random.Generator) -> TargetOutputs:
         for side, into in zip(sides, indices, strict=True):
             into += sorted(rng.permutation(side)[:count].tolist())
     if not indices[0]:
-        raise ValueError(
-            "expected a class with members and non-members, found none; score examples of the same classes"
-        )
+        raise ValueError("no class has both members and non-members; score members and non-members of the same classes")
     m, o = indices
     return TargetOutputs(at.members[m], at.others[o], at.member_labels[m], at.other_labels[o])
 

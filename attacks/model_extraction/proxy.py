@@ -136,8 +136,8 @@ def read_proxy(
     except _Started:
         return ProxyModel(reader.weights, reader.frozen, scale)
     raise ValueError(
-        f"method: expected a method whose client trains, found {type(method).__name__}, which did not train; this "
-        "attack is for methods with a proxy"
+        f"method: the client of {type(method).__name__} did not train, but this attack needs a method that trains "
+        "a proxy"
     )
 
 
@@ -167,7 +167,7 @@ def average_proxies(seen: Iterable[ProxyModel]) -> ProxyModel:
             sums.fold(name, w, 1.0, (~missing).expand(w.shape))
             hidden[name] = hidden[name] & missing if name in hidden else missing
     if not hidden:
-        raise ValueError("proxies: expected at least one, found none in the view")
+        raise ValueError("proxies: the view contains none")
     return ProxyModel({n: sums.mean(n) for n in hidden}, {n: m for n, m in hidden.items() if m.any()})
 
 

@@ -47,7 +47,7 @@ def explain_misfit(view: AdversaryView) -> str:
     """Return why a run with a residual cannot be replayed, in words; "" if it can."""
     method, spec = view.exchange.method, view.exchange.spec
     if not isinstance(method, FedExLoRA | FLoRA):
-        return "the sites train with a residual, and only FedEx-LoRA's and FLoRA's can be rebuilt"
+        return "the sites train with a residual, which can be rebuilt only for FedEx-LoRA and FLoRA"
     if view.is_unseen and not set(method.aggregate_shapes(spec, 0)) & set(movable_names(spec)):
         return "the server saw only sums of the pairs' products: a site's last pairs are not known"
     return ""
@@ -85,8 +85,8 @@ def _again(
     """Return the site's private state after that client round, and the weights that training started from."""
     if part.down is None:
         raise StateError(
-            f"captured messages: expected the broadcast that site {sanitize(part.up.site, 80)} answered in round "
-            f"{part.up.round}, found none; audit a run whose messages were all captured"
+            f"captured messages: the broadcast that site {sanitize(part.up.site, 80)} answered in round "
+            f"{part.up.round} is missing; audit a run whose messages were all captured"
         )
     still = _Still(view.exchange.spec)
     ctx = RoundContext(part.up.round, part.up.site, False, bytes(32), address=MessageAddress(site=part.up.site))
@@ -111,7 +111,7 @@ class _Still(Trainer):
     @property
     @override
     def rows(self) -> NoReturn:
-        raise NotImplementedError("a method whose start is rebuilt takes no steps of its own")
+        raise NotImplementedError("a method whose starting weights are rebuilt does not take its own steps")
 
     @override
     def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
@@ -120,7 +120,7 @@ class _Still(Trainer):
 
     @override
     def gradient(self, weights: Weights) -> NoReturn:
-        raise NotImplementedError("a method whose start is rebuilt sends no gradient")
+        raise NotImplementedError("a method whose starting weights are rebuilt does not send a gradient")
 
 
 def final_factors(view: AdversaryView, upload: ObservedMessage) -> dict[str, Tensor]:

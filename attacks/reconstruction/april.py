@@ -151,7 +151,9 @@ def find_tensor(tensors: Named, pattern: str) -> Tensor:
     """
     matches = [n for n in tensors if re.search(rf"(^|\.){pattern}$", n)]
     if len(matches) != 1:
-        raise ValueError(f"expected one tensor named {pattern}, found {matches or 'none'} of {len(tensors)}")
+        raise ValueError(
+            f"exactly one of the {len(tensors)} tensors must be named {pattern}, found {matches or 'none'}"
+        )
     return tensors[matches[0]]
 
 

@@ -100,7 +100,7 @@ def levenberg_marquardt(
     entries, unknowns = residual.targets.numel(), math.prod(shape)
     if entries * unknowns > _LARGEST_JACOBIAN:
         raise ValueError(
-            f"expected at most {_LARGEST_JACOBIAN} entries of a Jacobian, found {entries} x {unknowns}: match fewer "
+            f"a Jacobian of {entries} x {unknowns} exceeds the limit of {_LARGEST_JACOBIAN} entries; match fewer "
             "tensors, or use first_order"
         )
 

@@ -79,7 +79,7 @@ def residual_of(
         targets.append(torch.cat([each.values[n].detach().flatten() for n in matched]).to(device, kind)[index])
         parts.append((matched, state, index))
     if not sum(target.numel() for target in targets):
-        raise ValueError("expected at least one observed entry, found none")
+        raise ValueError("no entry of the gradient was observed")
 
     def sent(unknown: Tensor, of: Tensor) -> Tensor:
         images = upsample(unknown) if upsample else unknown

@@ -63,7 +63,7 @@ def structural_similarity(mine: Image, true: Image, data_range: float, low: floa
     """
     _check(mine, true, data_range)
     if min(true.shape[1:]) < _WINDOW:
-        raise ValueError(f"expected at least {_WINDOW} pixels a side, found {tuple(true.shape[1:])}")
+        raise ValueError(f"an image needs at least {_WINDOW} pixels per side, found {tuple(true.shape[1:])}")
     x, y = (image.double().cpu()[:, None] - low for image in (mine, true))
     at = torch.arange(_WINDOW, dtype=torch.float64) - (_WINDOW - 1) / 2
     line = torch.exp(-at.square() / (2 * _SIGMA**2))
@@ -85,7 +85,8 @@ def join_patches(patches: Patches, channels: int, height: int, width: int, patch
     rows, columns = height // patch, width // patch
     if patches.shape != (rows * columns, channels * patch * patch):
         raise ValueError(
-            f"expected {rows * columns} patches of {channels * patch * patch}, found {tuple(patches.shape)}"
+            f"expected {rows * columns} patches of {channels * patch * patch} values, found the shape "
+            f"{tuple(patches.shape)}"
         )
     tiles = patches.reshape(rows, columns, channels, patch, patch)
     return tiles.permute(2, 0, 3, 1, 4).reshape(channels, height, width)
@@ -98,7 +99,7 @@ def mean_image(images: Float[Tensor, "images channels height width"], without: i
     """
     indices = [i for i in range(len(images)) if i != without]
     if not indices:
-        raise ValueError(f"expected an image other than number {without}, found {len(images)}")
+        raise ValueError(f"no image is left without number {without} of {len(images)}")
     return images[indices].mean(0)
 
 
@@ -111,7 +112,7 @@ def contact_sheet(
         ValueError: no images, or a different number of labels.
     """
     if len(images) != len(labels) or not images:
-        raise ValueError(f"expected a label for each image, found {len(images)} images and {len(labels)} labels")
+        raise ValueError(f"each image needs one label, found {len(images)} images and {len(labels)} labels")
     columns = min(columns, len(images))
     rows = -(-len(images) // columns)
     width, height = _THUMB + _GAP, _THUMB + _TEXT + _GAP
@@ -133,7 +134,7 @@ def contact_sheet(
 def _check(mine: Tensor, true: Tensor, data_range: float) -> None:
     if mine.shape != true.shape or mine.ndim != 3:
         raise ValueError(
-            f"expected two images of one shape (channels, height, width), found {tuple(mine.shape)} and "
+            f"both images must have the same shape (channels, height, width), found {tuple(mine.shape)} and "
             f"{tuple(true.shape)}"
         )
     if not data_range > 0:

@@ -1,9 +1,9 @@
 """Imprint: a server broadcasts a crafted LoRA pair, so that one upload reveals the first tokens of the examples.
 
 After Fowl, Geiping, Czaja, Goldblum, Goldstein: Robbing the Fed. ICLR 2022, and Shi et al.: From Efficiency to Leakage
-(NeuroImprint). 2026, arXiv 2606.20553. Both use their own biases and ReLU to sort examples into neurons. A LoRA pair
-has neither, so this attack uses the activation after the adapted layer instead. It searches the span of the learned
-update, as in DAGER (Petrov et al. 2024).
+(NeuroImprint). 2026, arXiv 2606.20553. Both insert biases and a ReLU that sort examples into neurons. A LoRA pair has
+neither, so this attack uses the activation after the adapted layer instead. It searches the span of the learned update,
+as in DAGER (Petrov et al. 2024).
 
 With u = W x + b + s B A x before the activation of the first block's MLP, x (d) a token's input, and r the rank:
 

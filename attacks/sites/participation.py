@@ -2,7 +2,7 @@
 
 This is client-level inference: the secret is not an example but an institution's participation in training.
 The adversary sees a run's models: it is another site, any recipient of the broadcasts, or the server under secure
-aggregation. It sees the sum of each round, but the messages do not reveal the contributors. The attacker has
+aggregation. It sees the sum of each round, but the messages do not reveal which sites contributed. The attacker has
 examples from each candidate, not necessarily those used in training, and examples from none of the candidates. It knows
 the base and the method.
 
@@ -103,10 +103,7 @@ def participation_scores(
             readable update.
     """
     if not candidates or not len(nobody) or not all(len(rows) for rows in candidates.values()):
-        raise ValueError(
-            "candidates, nobody: expected examples for each, found none for at least one; add examples for every "
-            "candidate"
-        )
+        raise ValueError("candidates, nobody: a candidate or `nobody` has no examples; add examples for each")
     turns, values, turn_sites = (
         ObservedClientUpdates(view, knowledge.initial),
         list[list[float]](),
@@ -128,10 +125,7 @@ def participation_scores(
             turn_sites.append((round_, {site}))
             values.append([score_along(direction, turn) for direction in pulls[start]])
     if not turn_sites:
-        raise ValueError(
-            "view: expected an upload or a sum in which examples have a gradient, found none; check the captured "
-            "messages"
-        )
+        raise ValueError("view: examples have no gradient in any upload or sum; check the captured messages")
     return ParticipationScores([(r, frozenset(sites)) for r, sites in turn_sites], list(candidates), np.array(values))
 
 

@@ -153,7 +153,7 @@ def pairwise_concordance(found: Estimates, shares: Mapping[str, float]) -> float
     """
     pairs = [(a, b) for a, b in itertools.combinations(sorted(found), 2) if shares[a] != shares[b]]
     if not pairs:
-        raise ValueError("shares: expected two sites with estimates and different shares, found none")
+        raise ValueError("shares: no two sites with estimates have different shares")
     right = [
         0.5 if abs(found[a] - found[b]) < _EQUAL else float((found[a] > found[b]) == (shares[a] > shares[b]))
         for a, b in pairs

@@ -1,4 +1,4 @@
-"""Check all committed results and docs/results.md; print a table; exit with 1 at a mismatch."""
+"""Check all committed results and docs/results.md, and print a table; exit with 1 if anything differs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 1 if a figure, interval or verdict differs from what the files' own values give, otherwise 0."""
+    """Return 1 if a recomputed figure, interval or verdict differs from the one in the files, otherwise 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.check", description=__doc__)
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", metavar="FOLDER")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md", metavar="FILE")

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 REPLICATES = 2000
-NEAR = 0.2  # by how much two bootstraps of the same rows may differ, relative to the half-width
+NEAR = 0.2  # maximum difference between two bootstraps of the same rows, relative to the half-width
 Numbers = NDArray[np.float64]
 
 

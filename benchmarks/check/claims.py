@@ -1,4 +1,4 @@
-"""The rules by which a difference becomes a verdict, from the definitions in benchmarks/README.md."""
+"""The rules that turn a difference into a verdict, from the definitions in benchmarks/README.md."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Verdict:
         printed: the verdict in the file.
         word: the verdict if the difference is significant.
         otherwise: the verdict if it is not.
-        p_values: (least, most) of the p-value.
+        p_values: the lower and upper bound of the p-value.
     """
 
     text: str
@@ -33,12 +33,12 @@ class Verdict:
 
 
 def judge_side(d: Difference, below: str, above: str) -> tuple[str, Range]:
-    """Return on which side of 0 a difference lies, with the p-value."""
+    """Return which side of 0 a difference is on, with the p-value."""
     return (below if d.value < 0 else above), d.p_values()
 
 
 def judge_claim(d: Difference, claim: str, margin: float) -> tuple[str, Range]:
-    """Return whether a claim holds if the difference is significant, with the p-value of that."""
+    """Return the verdict on a claim if the difference is significant, with its p-value."""
     low = {"equal": -margin, "not lower": -margin, "higher": 0.0}.get(claim, -math.inf)
     high = {"equal": margin, "not higher": margin, "lower": 0.0}.get(claim, math.inf)
     bounds = [at for at in (low, high) if math.isfinite(at)]
@@ -49,15 +49,15 @@ def judge_claim(d: Difference, claim: str, margin: float) -> tuple[str, Range]:
 
 
 def judge_all(differences: Sequence[Difference]) -> Range:
-    """Return the p-value that all differences are above 0: the largest of theirs, 1 if one of them is not."""
+    """Return the p-value for all differences being above 0: the largest p-value, or 1 if one difference is not."""
     every = [d.p_values() if d.value > 0 else (1.0, 1.0) for d in differences]
     return max(least for least, _ in every), max(most for _, most in every)
 
 
 def find_possible_words(family: Sequence[Verdict]) -> list[set[str]]:
-    """Return, for each verdict of a table, the words that are right after Holm's correction.
+    """Return, for each verdict in a table, the words that are correct after Holm's correction.
 
-    It is one word, except where the file's rounding or an unknown rows' part leaves both open.
+    There is only one word, unless the file's rounding or an unknown rows' part leaves both possible.
     """
     ends = [reference.correct_by_holm([verdict.p_values[end] for verdict in family]) for end in (0, 1)]
     return [

@@ -13,7 +13,7 @@ _MEGA = 1e6
 def compute_costs(
     curve: Sequence[Mapping[str, Any]], target: Sequence[Mapping[str, Any]], metric: str, what: str
 ) -> list[float]:
-    """Return each seed's MB until the curve first is at or below its target: linear between two points.
+    """Return each seed's MB until the curve first reaches its target, interpolated linearly between points.
 
     Raises:
         ValueError: a seed never reaches its target.

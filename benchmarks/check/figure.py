@@ -1,4 +1,4 @@
-"""A figure of a result file, and the difference of two figures, with what the file lets one compute of each."""
+"""A figure in a result file, and the difference of two figures, as far as the file allows them to be computed."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 from benchmarks.check import bootstrap, reference
 
-TOLERANCE = 1e-6  # relative to the figure, for what is stored unrounded
-_PAIRED = 1.3  # a difference's rows' part is at most the sum of both parts; percentiles scatter around that
+TOLERANCE = 1e-6  # relative to the figure, for values that are stored unrounded
+_PAIRED = 1.3  # the rows' part of a difference is at most the sum of both rows' parts; percentiles scatter around that
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A metric of a row: its mean, its 95 % interval, and the value of each seed, if the file has them.
+    """A row's metric: its mean, its 95 % interval, and each seed's value, if the file has them.
 
     Attributes:
-        of_seeds: whether the interval is over the seeds alone.
-        replicates: the value on resamples of the test rows, if the file has what they need.
+        of_seeds: whether the interval covers only the seeds.
+        replicates: the value on resamples of the test rows, if the file has the data for it.
     """
 
     mean: float
@@ -40,28 +40,28 @@ class Figure:
 
     @property
     def slack(self) -> float:
-        """Return the distance at which two numbers of this figure count as equal."""
+        """Return the distance up to which two numbers for this figure count as equal."""
         return TOLERANCE * max(1.0, abs(self.mean))
 
     @property
     def seeds_half(self) -> float:
-        """Return half the width of the interval over the seeds alone."""
+        """Return the half-width of the interval over the seeds alone."""
         return reference.compute_half_width(self.seeds)
 
     def has_seeds_interval(self) -> bool:
-        """Tell whether the interval is that over the seeds alone."""
+        """Return whether the interval is the one over the seeds alone."""
         half = self.seeds_half
         return max(abs(self.mean - half - self.low), abs(self.mean + half - self.high)) <= self.slack
 
     def has_share_interval(self) -> bool:
-        """Tell whether the interval is the exact one of a share of trials, each seed being a trial."""
+        """Return whether the interval is the exact one for a share of trials, with one trial per seed."""
         if not set(self.seeds) <= {0.0, 1.0}:
             return False
         low, high = reference.compute_share_interval(round(sum(self.seeds)), len(self.seeds))
         return max(abs(low - self.low), abs(high - self.high)) <= self.slack
 
     def covers_seeds(self) -> bool:
-        """Tell whether the interval is at least as wide as that over the seeds alone, on each side."""
+        """Return whether the interval is at least as wide as the one over the seeds alone, on each side."""
         half = self.seeds_half
         return self.low <= self.mean - half + self.slack and self.high >= self.mean + half - self.slack
 
@@ -75,12 +75,12 @@ class Figure:
 
 @dataclass(frozen=True)
 class Difference:
-    """A figure less another figure or a constant, paired by seed.
+    """A figure minus another figure or a constant, paired by seed.
 
     Attributes:
         value: the difference.
-        seeds: the difference of each seed; empty for a figure judged over its rows alone.
-        below, above: (least, most) of the rows' part of each half-width: equal if it is known, else bounds of it.
+        seeds: each seed's difference; empty for a figure that is judged over its rows alone.
+        below, above: lower and upper bound of the rows' part of each half-width; they are equal if it is known.
     """
 
     value: float
@@ -90,21 +90,21 @@ class Difference:
 
     @property
     def seeds_half(self) -> float:
-        """Return half the width of the interval over the seeds alone; 0 without seeds."""
+        """Return the half-width of the interval over the seeds alone; 0 without seeds."""
         return reference.compute_half_width(self.seeds) if len(self.seeds) > 1 else 0.0
 
     def is_known(self) -> bool:
-        """Tell whether the rows' part is known exactly."""
+        """Return whether the rows' part is known exactly."""
         return all(most - least <= TOLERANCE * max(1.0, abs(self.value)) for least, most in (self.below, self.above))
 
     def interval(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Return (least, most) of the interval's low end, and of its high end."""
+        """Return the lower and upper bounds of the interval's low end, and of its high end."""
         half = self.seeds_half
         low, high = (tuple(math.hypot(half, rows) for rows in side) for side in (self.below, self.above))
         return (self.value - low[1], self.value - low[0]), (self.value + high[0], self.value + high[1])
 
     def narrow(self, low: float, high: float, rounding: float) -> Difference:
-        """Return the difference with the rows' part taken from a printed interval, as exact as it is rounded."""
+        """Return the difference with the rows' part taken from a printed interval, up to its rounding."""
 
         def of_side(half: float) -> tuple[float, float]:
             least, most = (
@@ -115,17 +115,17 @@ class Difference:
         return Difference(self.value, self.seeds, of_side(self.value - low), of_side(high - self.value))
 
     def p_values(self, at: float = 0.0) -> tuple[float, float]:
-        """Return (least, most) of the p-value that the difference is not `at`."""
+        """Return the lower and upper bound of the p-value for the difference not being `at`."""
         rows = self.below if self.value > at else self.above
         least, most = (reference.compute_p_value(abs(self.value - at), half, self.seeds) for half in rows)
         return least, most
 
 
 def subtract(mine: Figure, other: Figure | float) -> Difference:
-    """Return `mine` less `other`.
+    """Return `mine` minus `other`.
 
-    The rows' part is known for a constant, and where the file has seeds alone; it is nearly known where both figures
-    have replicates, and else only bounded.
+    The rows' part is known for a constant, and if the file has only seeds. It is nearly known if both figures have
+    replicates; otherwise it is only bounded.
     """
     if not isinstance(other, Figure):
         below, above = mine.rows_halves()
@@ -143,7 +143,7 @@ def subtract(mine: Figure, other: Figure | float) -> Difference:
 
 
 def pair_seeds(mine: Figure, other: Figure) -> tuple[float, ...]:
-    """Return the difference of each seed. A figure without seeds is the same in each."""
+    """Return each seed's difference. A figure without seeds has the same value for every seed."""
     count = max(len(mine.seeds), len(other.seeds))
     sides: list[Sequence[float]] = [f.seeds or (f.mean,) * count for f in (mine, other)]
     return tuple(a - b for a, b in zip(*sides, strict=True))

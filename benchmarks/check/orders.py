@@ -1,4 +1,4 @@
-"""Check a sentence about the paper's order of methods: how many of its pairs hold and are reversed."""
+"""Check a sentence about the paper's order of methods: how many of its pairs hold, and how many are reversed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _ORDER = re.compile(
 
 
 def check_order(check: FileCheck, rows: Mapping[str, Mapping[str, Figure]], sentence: str) -> bool:
-    """Compare the sentence with the rows; return whether it is one about an order.
+    """Compare the sentence with the rows; return whether it is about an order.
 
-    The pairs' intervals are not printed. Where they are over rows and seeds, the verdicts are known only within the
-    bounds of the rows' part, and the counts must be possible.
+    The pairs' intervals are not printed. If they cover rows and seeds, the verdicts are known only within the bounds of
+    the rows' part, and the counts must be possible.
     """
     if not (match := _ORDER.match(sentence)):
         return False

@@ -1,6 +1,7 @@
-"""Check docs/results.md: each claim's figures, intervals and verdict against the values in the file that it links.
+"""Check docs/results.md: compare each claim's figures, intervals and verdict with the values in the file that it links
+to.
 
-A claim is a list item with a comment: what was measured, the verdict and the intervals, separated by " | ".
+A claim is a list item with a comment that gives the measurement, the verdict and the intervals, separated by " | ".
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _WORDS = {" does not hold here.": "refuted", " holds here.": "holds", "not decid
 
 
 def check_page(text: str, results: Mapping[str, Mapping[str, Any]], name: str = "docs/results.md") -> FileCheck:
-    """Return the comparisons of the page; `results` has every result by the name of its file."""
+    """Return the comparisons for the page; `results` maps file names to results."""
     check = FileCheck(name)
     claims = _CLAIM.findall(text)
     check.compare(
@@ -62,7 +63,7 @@ def check_page(text: str, results: Mapping[str, Mapping[str, Any]], name: str = 
 def _check_quote(
     check: FileCheck, preset: str, quote: str, verdict: str, sentences: list[str]
 ) -> tuple[str, str] | None:
-    """Compare a quoted sentence with the file's, which are themselves recomputed; return its printed interval."""
+    """Compare a quoted sentence with the file's sentences, which are also recomputed; return its interval."""
     found = [s for s in sentences if quote in s and not re.match(r"[\d.]\d", s[s.index(quote) + len(quote) :])]
     check.compare(f'{preset}: no sentence has "{quote}"', bool(found))
     if not found:
@@ -83,11 +84,11 @@ def _check_intervals(check: FileCheck, text: str, cell: str, expected: list[Any]
             if isinstance(value, str):
                 check.compare(f"{text}: {end}, the sentence has {value}", end == value)
             else:
-                # The page cuts the interval of a share or a percentage at the ends of what is possible.
+                # The page clips the interval of a share or a percentage to the possible range.
                 is_cut = any(read_number(end) == at and side(value, at) for at, side in _CUTS)
                 check.compare(f"{text}: {end} (computed: {value:.6g})", is_rounded(end, value) or is_cut)
 
 
 def is_rounded(printed: str, value: float) -> bool:
-    """Tell whether a printed number is `value`, as it is rounded."""
+    """Return whether a printed number equals `value` up to its rounding."""
     return abs(read_number(printed) - value) <= rounding_of(printed) * (1 + 1e-6) + 1e-9 * abs(value)

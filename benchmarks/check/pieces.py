@@ -1,4 +1,4 @@
-"""Check a table that was built from pieces, which are committed beside it."""
+"""Check a table that was built from pieces, which are committed next to it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from benchmarks.check import reference
 from benchmarks.check.report import FileCheck
 
 _REPLICATES = 2000
-_BOOTSTRAP = 0.15  # by how much two bootstraps of the same rows may differ, relative to the half-width
+_BOOTSTRAP = 0.15  # maximum difference between two bootstraps of the same rows, relative to the half-width
 
 
 def check_pieces(check: FileCheck, result: Mapping[str, Any], pieces: Sequence[Mapping[str, Any]]) -> None:
-    """Compare the file with the pieces: their number, their commits, how they ended, and the scores of their rows."""
+    """Compare the file with the pieces: their number, their commits, their outcomes, and the scores of their rows."""
     last = {
         piece.get("number", piece.get("name")): piece for piece in pieces
     }  # a later attempt replaces an earlier one
@@ -46,7 +46,7 @@ def _compare_commits(check: FileCheck, sentence: str, commits: Sequence[str]) ->
 
 
 def _check_accuracies(check: FileCheck, result: Mapping[str, Any], pieces: Sequence[Mapping[str, Any]]) -> None:
-    """Compare each accuracy and its interval with a bootstrap of its own over the rows that all seeds share."""
+    """Compare each accuracy and its interval with a separate bootstrap over the rows that all seeds share."""
     sums: dict[str, list[NDArray[np.float64]]] = {}
     for piece in sorted(pieces, key=lambda piece: piece["seed"]):
         sums.setdefault(f"{piece['base']}, {piece['method']}", []).append(unpack_bits(piece["right"]))

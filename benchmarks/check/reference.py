@@ -27,17 +27,17 @@ def compute_mean(values: Sequence[float]) -> float:
 
 
 def compute_standard_error(values: Sequence[float]) -> float:
-    """Return s / sqrt(n); at least two values."""
+    """Return s / sqrt(n), for at least two values."""
     return float(np.std(values, ddof=1)) / math.sqrt(len(values))
 
 
 def compute_half_width(values: Sequence[float]) -> float:
-    """Return half the width of the 95 % Student interval of the mean."""
+    """Return the half-width of the 95 % Student interval for the mean."""
     return float(special.stdtrit(len(values) - 1, 0.975)) * compute_standard_error(values)
 
 
 def compute_share_interval(successes: int, trials: int) -> tuple[float, float]:
-    """Return the exact 95 % interval of a binomial share."""
+    """Return the exact 95 % interval for a binomial share."""
     found = stats.binomtest(successes, trials).proportion_ci(0.95, "exact")
     return float(found.low), float(found.high)
 
@@ -46,9 +46,9 @@ def compute_p_value(distance: float, rows: float, values: Sequence[float]) -> fl
     """Return the two-sided p-value of a value at this distance from the bound of a claim.
 
     Args:
-        distance: how far the value lies from the bound, not negative.
-        rows: half the width of the rows' part of the 95 % interval, on the side of the bound; 0 for seeds alone.
-        values: the value of each seed; empty for an interval over rows alone.
+        distance: the value's distance from the bound, not negative.
+        rows: half-width of the rows' part of the 95 % interval, on the side of the bound; 0 if it covers only seeds.
+        values: each seed's value; empty for an interval over rows alone.
     """
     if not distance or 0 < len(values) < SEEDS_TO_DECIDE:
         return 1.0
@@ -70,7 +70,7 @@ def compute_p_value(distance: float, rows: float, values: Sequence[float]) -> fl
 
 
 def compute_share_p_value(successes: int, trials: int, share: float) -> float:
-    """Return twice the smaller binomial tail of this many successes, if the true share were `share`."""
+    """Return twice the smaller binomial tail for this many successes, if the true share were `share`."""
     if trials < SEEDS_TO_DECIDE:
         return 1.0
     side = "greater" if successes > trials * share else "less"

@@ -1,4 +1,4 @@
-"""What was compared in one file, and the table of all files."""
+"""The comparisons in one file, and the table of all files."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 
 @dataclass
 class FileCheck:
-    """The comparisons of one file.
+    """The comparisons in one file.
 
     Attributes:
         name: the file.
-        recomputed: figures, interval ends and verdicts that were computed again and compared.
-        bounded: what could only be compared with a bound, such as interval ends of which the file has the seeds' part.
-        verdicts: how many of both are verdicts.
-        mismatches: what differs, in words.
-        unchecked: what could not be computed again, with the reason.
+        recomputed: number of figures, interval ends and verdicts that were recomputed and compared.
+        bounded: number of values that could only be compared with a bound, such as interval ends for which the file has
+            only the seeds' part.
+        verdicts: how many of these two are verdicts.
+        mismatches: descriptions of the differences.
+        unchecked: what could not be recomputed, and why.
     """
 
     name: str
@@ -27,20 +28,20 @@ class FileCheck:
     unchecked: list[str] = field(default_factory=list)
 
     def compare(self, text: str, is_equal: bool) -> None:
-        """Count one recomputed figure; note `text` if it differs."""
+        """Count a recomputed figure; record `text` if it differs."""
         self.recomputed += 1
         if not is_equal:
             self.mismatches.append(text)
 
     def bound(self, text: str, is_within: bool) -> None:
-        """Count one bounded figure; note `text` if it is outside its bound."""
+        """Count a bounded figure; record `text` if it is outside its bound."""
         self.bounded += 1
         if not is_within:
             self.mismatches.append(text)
 
 
 def format_table(checks: Sequence[FileCheck]) -> str:
-    """Return the table of all files, then every mismatch, then what could not be checked."""
+    """Return the table of all files, followed by the mismatches and by what could not be checked."""
     width = max(len(check.name) for check in checks)
     lines = [f"{'file':{width}}  recomputed  bounded  verdicts  mismatches  not checked"]
     lines += [

@@ -1,4 +1,4 @@
-"""Check one result file: its figures against the seeds' values, and its sentences against its figures."""
+"""Check one result file: compare its figures with the seeds' values, and its sentences with its figures."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from benchmarks.check import bootstrap, pieces, reference, sentences
 from benchmarks.check.figure import Figure
 from benchmarks.check.report import FileCheck
 
-SHARES = ("read",)  # metrics whose interval is the exact one of a share
+SHARES = ("read",)  # metrics with the exact interval for a share
 
 
 def check_result(name: str, result: Mapping[str, Any], folder: Path) -> FileCheck:
-    """Return the comparisons of one file; `folder` has the pieces that lie beside it."""
+    """Return the comparisons for one file; `folder` contains the pieces next to it."""
     check = FileCheck(name)
     rows = read_rows(result)
     without = 0
@@ -39,14 +39,14 @@ def check_result(name: str, result: Mapping[str, Any], folder: Path) -> FileChec
 
 
 def read_rows(result: Mapping[str, Any]) -> dict[str, dict[str, Figure]]:
-    """Return the figures of all rows, with what each interval covers, and those of the rows' curves."""
+    """Return the figures of all rows and of their curves, with what each interval covers."""
     covers_seeds = describe_cover(result).startswith("seeds")
     some_have_losses = any("source_losses" in row for row in result["rows"])
     found: dict[str, dict[str, Figure]] = {}
     for row in result["rows"]:
         losses = row.get("source_losses", {})
         drawn = {metric: bootstrap.draw_replicates(*bootstrap.read_losses(each)) for metric, each in losses.items()}
-        # Beside losses by source, a figure without them is one of seeds.
+        # If other figures have losses by source, a figure without them covers only seeds.
         found[row["name"]] = {
             metric: Figure.from_json(
                 each, metric not in drawn and (covers_seeds or some_have_losses), drawn.get(metric)
@@ -62,7 +62,7 @@ def read_rows(result: Mapping[str, Any]) -> dict[str, dict[str, Figure]]:
 
 
 def describe_cover(result: Mapping[str, Any]) -> str:
-    """Return what the intervals cover, as the file's sentence has it; empty without such a sentence."""
+    """Return what the intervals cover, according to the file's own sentence; empty without such a sentence."""
     matches = (re.search(r"Intervals are of 95 % each, over (.+?); ", sentence) for sentence in result["verdicts"])
     return next((match[1] for match in matches if match), "")
 
@@ -80,7 +80,7 @@ def _check_figure(check: FileCheck, text: str, metric: str, figure: Figure) -> N
 
 
 def _check_losses(check: FileCheck, result: Mapping[str, Any], rows: Mapping[str, Mapping[str, Figure]]) -> None:
-    """Compare each seed's figure with its losses by source, and its interval with a bootstrap of these."""
+    """Compare each seed's figure with its losses by source, and the interval with a bootstrap over these losses."""
     for row in result["rows"]:
         for metric, found in row.get("source_losses", {}).items():
             figure, text = rows[row["name"]][metric], f"{row['name']}, {metric}"
@@ -98,7 +98,7 @@ def _check_losses(check: FileCheck, result: Mapping[str, Any], rows: Mapping[str
 def _check_what_intervals_cover(
     check: FileCheck, result: Mapping[str, Any], rows: Mapping[str, Mapping[str, Figure]]
 ) -> None:
-    """Find a file that says "over rows and seeds" although none of its intervals is wider than that over seeds."""
+    """Find a file that says "over rows and seeds" although none of its intervals is wider than the one over seeds."""
     if describe_cover(result).startswith("rows and seeds"):
         figures = [f for of_row in rows.values() for f in of_row.values() if len(f.seeds) > 1]
         wider = any(not figure.has_seeds_interval() for figure in figures)

@@ -1,7 +1,8 @@
 """Check the sentences of a result file: their figures, their intervals, and their verdicts after correction.
 
-A sentence belongs to the table of sentences that ends with "... corrected for N comparisons" or "... N controls". Each
-kind of sentence has its reader below; a sentence without one is listed as not checked, unless it has no figures.
+A sentence belongs to a table of sentences, whose last one is "... corrected for N comparisons" or "... N controls". A
+function below reads each kind of sentence. A sentence that no function can read is listed as not checked, unless it has
+no figures.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ Rows = Mapping[str, Mapping[str, Figure]]
 NUMBER = r"[+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
 INTERVAL = rf"({NUMBER}) \[({NUMBER}), ({NUMBER})\]"
 _CORRECTED = re.compile(r"(?:corrected for|comparisons:) (\d+) (comparisons|controls)")
-# Read with the pieces beside the file; or nothing to compare, because each order is a family of its own.
+# These are checked with the pieces next to the file, or have nothing to compare, because each order is a separate
+# family.
 _ELSEWHERE = r"points ended as the undisturbed|^By commit: |^Trainings: |corrected for all pairs of an order"
 _SIDES = {"Local accuracy": "local", "Neighbour accuracy": "neighbour"}
 CHANCE = 0.5
@@ -28,7 +30,7 @@ CHANCE = 0.5
 
 @dataclass
 class Table:
-    """The file that is read: its rows, the comparisons so far, and the open families of verdicts."""
+    """The state while reading a file: its rows, the comparisons so far, and the incomplete families of verdicts."""
 
     check: FileCheck
     result: Mapping[str, Any]
@@ -36,12 +38,12 @@ class Table:
     families: dict[str, list[Verdict]] = field(default_factory=lambda: {"comparisons": [], "controls": []})
 
     def compare_number(self, text: str, printed: str, value: float) -> None:
-        """Compare a printed number with a value, as it is rounded."""
+        """Compare a printed number with a value, up to its rounding."""
         is_equal = abs(read_number(printed) - value) <= rounding_of(printed) * (1 + 1e-6) + 1e-9 * abs(value)
         self.check.compare(f"{text} (computed: {value:.6g})", is_equal)
 
     def compare_difference(self, text: str, printed: Sequence[str], d: Difference) -> Difference:
-        """Compare a printed difference with its interval; return it with what the interval says of its rows' part."""
+        """Compare a printed difference with its interval; return it with the rows' part implied by the interval."""
         self.compare_number(text, printed[0], d.value)
         low, high = map(read_number, printed[1:])
         rounding = max(map(rounding_of, printed)) * (1 + 1e-6) + 1e-9 * abs(d.value)
@@ -52,16 +54,16 @@ class Table:
         return d if d.is_known() else d.narrow(low, high, rounding)
 
     def add(self, verdict: Verdict, family: str = "comparisons") -> None:
-        """Add a verdict to its family, whose words are compared when the family is complete."""
+        """Add a verdict to its family; the words are compared once the family is complete."""
         self.families[family].append(verdict)
 
     def close(self, family: str, count: int | None = None) -> None:
-        """Compare the words of a family, which the file says to have `count` verdicts."""
+        """Compare the words of a family, which has `count` verdicts according to the file."""
         verdicts = self.families[family]
         if count is not None:
             self.check.compare(f"{len(verdicts)} verdicts are read, the file counts {count}", len(verdicts) == count)
         for verdict, words in zip(verdicts, claims.find_possible_words(verdicts), strict=True):
-            if verdict.printed:  # a comparison that the file counts, but does not print, has none
+            if verdict.printed:  # a comparison that the file counts but does not print has no verdict
                 said = f"{verdict.text}: the verdict is {' or '.join(sorted(words))}, the file has {verdict.printed}"
                 self.check.verdicts += 1
                 (self.check.compare if len(words) == 1 else self.check.bound)(said, verdict.printed in words)
@@ -74,7 +76,7 @@ def read_number(text: str) -> float:
 
 
 def rounding_of(text: str) -> float:
-    """Return half a unit of a printed number's last digit."""
+    """Return half a unit in the last digit of a printed number."""
     digits, _, exponent = text.replace(",", "").partition("e")
     return float(0.5 * 10.0 ** (int(exponent or 0) - len(digits.partition(".")[2])))
 
@@ -122,7 +124,7 @@ def _read_claim(table: Table, sentence: str) -> bool:
 
 
 def _find_figures(rows: Rows, head: str, other: str | None) -> tuple[Figure, Figure | None] | None:
-    """Return the figure of "METRIC of ROW" and that of the other row, wherever the names divide."""
+    """Return the figures of "METRIC of ROW" and of the other row, trying every way to split the names."""
     for at in re.finditer(" of ", head):
         metric, row = head[: at.start()], head[at.end() :]
         metric = _SIDES.get(metric, metric)
@@ -192,7 +194,7 @@ def _read_adaptive(table: Table, sentence: str) -> bool:
 
 
 def _read_noise_table(table: Table, sentence: str) -> bool:
-    """Read the tables that compare noise at the sites with noise in the sum: each row with all its controls."""
+    """Read the tables that compare noise at the sites with noise in the sum, each row with all its controls."""
     if match := re.fullmatch(r"(\d+ sites): noise is not compared, .*", sentence):
         # The file counts this comparison without printing it; only the seeds' part of its interval is known.
         metric = "right" if "right" in table.rows[f"{match[1]}, at the site"] else "loss"
@@ -300,7 +302,7 @@ def _read_control(table: Table, sentence: str) -> bool:
     elif most := re.fullmatch(rf"below ({NUMBER})", expected):
         gain = Difference(of_rows.value - CHANCE, (), of_rows.below, of_rows.above)
         verdict, p_values = claims.judge_claim(gain, "not higher", float(most[1]) - CHANCE)
-    else:  # results of before the correction of controls: the word follows from the interval
+    else:  # in results from before controls were corrected, the word follows from the interval
         is_held = {
             "0.5 inside": low <= CHANCE <= high,
             "not wholly above 0.5": low <= CHANCE,
@@ -365,10 +367,10 @@ def _read_cost(table: Table, sentence: str) -> bool:
 
 
 def _read_quoted(table: Table, sentence: str) -> bool:
-    """Read a sentence of another kind in which figures of the rows stand with their intervals."""
+    """Read any other sentence that quotes figures of the rows with their intervals."""
     figures = [figure for of_row in table.rows.values() for figure in of_row.values()]
     if not (quoted := re.findall(INTERVAL, sentence)) or re.search(r" grows: | ~ N\^|^Bytes to ", sentence):
-        return False  # these intervals are of slopes and of bytes, which no row has
+        return False  # these intervals are for slopes and bytes, which no row contains
     for printed in quoted:
         stands = any(
             all(

@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_command(args: argparse.Namespace) -> int:
     """List the presets, or run one."""
     console = Console(highlight=False)
-    console.width = max(console.width, 160)  # a table with wrapped numbers is unreadable
+    console.width = max(console.width, 160)  # a table with wrapped numbers would be unreadable
     if args.list:
         console.print("\n".join(benchmarks.list_presets()) or "no presets", markup=False)
         return 0
@@ -91,7 +91,7 @@ def run_command(args: argparse.Namespace) -> int:
         return _dry_run(args, console)
     if args.preset is None:
         raise ConfigError(f"preset: expected one of {benchmarks.list_presets()}, found none; name one")
-    benchmarks.read_preset(args.preset, args.form)  # a wrong name is said before anything else
+    benchmarks.read_preset(args.preset, args.form)  # so that an error about a wrong name comes first
     file: Path = args.out or _file(args.preset, args.form)
     provenance.require_provenance(file)
     options = benchmarks.BenchOptions(

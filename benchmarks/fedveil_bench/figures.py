@@ -18,7 +18,7 @@ from typing import Any
 from fedveil_bench import folders
 
 # Bounds of metrics, by their names in a result. Intervals are symmetric (Student's t over few seeds) and may extend
-# beyond the bounds: files have them as computed, while figures and pages show only the possible part.
+# beyond the bounds: files contain them as computed, while figures and pages show only the possible part.
 _POSSIBLE = {
     re.compile(r"(\w+ )?(alignment|calibrated|LiRA|caption \d+%)(, wrong site)?|AUROC, .+|rows"): (0.0, 1.0),
     re.compile(r"local|neighbour|right(, .+)?|(qa |ood )?accuracy"): (0.0, 100.0),
@@ -123,7 +123,7 @@ FIGURES = {
         {name: tuple((name, a) for a in _ATTACKS) for name in ("overfitted FedAvg", "FedAvg client", "FedRand client")}
         | {
             "round 0": (("round 0", "caption 10%"), ("round 0", "loss"), None, None)
-        },  # with the calibrated attack, all rows look alike
+        },  # under the calibrated attack, all rows look alike
         guess=0.5,
     ),
     **{f"lora-{texts}": _on_texts(f"lora/{texts}") for texts in ("quality", "viggo", "dart")},

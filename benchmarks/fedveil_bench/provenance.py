@@ -1,7 +1,7 @@
-"""The commit that a benchmark measures, and the rule for results that are kept in the repository.
+"""The commit that a benchmark measures, and the rule for results that are committed to the repository.
 
-A committed result names a commit that others can check out: its tree is clean, and it belongs to main's history. Files
-in benchmarks/results do not count as changes, because a run writes there itself.
+A committed result names a commit that others can check out: its tree was clean, and it belongs to main's history. Files
+in benchmarks/results do not count as changes, because a run writes its results there.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from fedveil_bench import folders
 _RESULTS = "benchmarks/results"
 _MAIN = ("main", "origin/main")
 TRIALS = "quick"  # the folder in benchmarks/results for trials, which are not committed
-_FREE = (TRIALS, "gpu")  # a machine with a GPU often has a copy without git: its results say so by their commit
+_FREE = (TRIALS, "gpu")  # a GPU machine often has a copy without git, which the commit field of its results shows
 
 
 def measured_commit(root: Path | None = None) -> str:
-    """Return the commit that is checked out, with "+" if code differs from it or is not in it; empty without git."""
+    """Return the commit that is checked out, followed by "+" if any code differs from it; empty without git."""
     root = root or folders.checkout_folder()
     commit = _git(root, "rev-parse", "--short=12", "HEAD") if root else ""
     return f"{commit}+" if root and commit and find_changes(root) else commit
@@ -32,7 +32,7 @@ def find_changes(root: Path) -> list[str]:
 
 
 def is_in_main(root: Path, commit: str) -> bool:
-    """Tell whether a commit belongs to the history of main."""
+    """Return whether a commit belongs to the history of main."""
     return any(
         subprocess.run(
             ["git", "-C", str(root), "merge-base", "--is-ancestor", commit, branch], capture_output=True, check=False
@@ -43,7 +43,7 @@ def is_in_main(root: Path, commit: str) -> bool:
 
 
 def require_provenance(file: Path, root: Path | None = None) -> None:
-    """Check that a result may be written to `file`: always outside benchmarks/results, and in quick/ and gpu/ there.
+    """Check that a result may be written to `file`; outside benchmarks/results, and in quick/ and gpu/, it always may.
 
     Raises:
         ConfigError: the tree has changes, or the commit is not in the history of main.
@@ -72,6 +72,6 @@ def require_provenance(file: Path, root: Path | None = None) -> None:
 def _git(root: Path | None, *arguments: str) -> str:
     try:
         done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
-    except FileNotFoundError:  # without a git program there is no commit to name
+    except FileNotFoundError:  # without the git program, no commit can be named
         return ""
     return done.stdout.rstrip("\n") if done.returncode == 0 else ""

@@ -154,7 +154,7 @@ def run_preset(name: str, options: BenchOptions) -> tuple[dict[str, Any], dict[s
         "title": preset["title"],
         "form": options.form,
         "seconds": round(time.monotonic() - began, 1),
-        # Code that changed during the run belongs to no commit.
+        # If code changed during the run, the result belongs to no commit.
         "commit": commit if commit == provenance.measured_commit() else f"{commit.rstrip('+')}+",
         "environment": environment_info(),
         "rows": outcome.rows,

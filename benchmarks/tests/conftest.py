@@ -1,4 +1,4 @@
-"""One thread, and a data folder of texts."""
+"""One thread for all tests, and a data folder of texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fedveil bench`, by its entry point and as `python -m fedveil_bench`."""
+"""`fedveil bench`, called by its entry point and as `python -m fedveil_bench`."""
 
 from __future__ import annotations
 

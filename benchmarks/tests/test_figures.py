@@ -1,4 +1,4 @@
-"""Figures of docs/results.md: drawn from committed results, and none is older than its result."""
+"""Figures of docs/results.md are drawn from committed results, and none is older than its result."""
 
 from __future__ import annotations
 

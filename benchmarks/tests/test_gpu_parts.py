@@ -1,4 +1,4 @@
-"""make gpu: a preset imports no more distributions than its part says that it needs."""
+"""make gpu: a preset imports no more distributions than its part declares."""
 
 from __future__ import annotations
 

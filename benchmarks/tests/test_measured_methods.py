@@ -1,4 +1,4 @@
-"""The column "measured" of `fedveil methods --table`: committed figures and no others."""
+"""The column "measured" of `fedveil methods --table` has exactly the committed figures."""
 
 from __future__ import annotations
 

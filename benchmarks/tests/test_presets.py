@@ -1,4 +1,4 @@
-"""Presets: their runners can be imported, and what they name is there."""
+"""Presets: their runners can be imported, and everything that they name exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commit that a result names, and the results that `fedveil bench` refuses to write."""
+"""The commit that a result names, and results that `fedveil bench` refuses to write."""
 
 from __future__ import annotations
 

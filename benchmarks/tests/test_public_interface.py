@@ -1,4 +1,4 @@
-"""The benchmarks import public names of FedVeil alone: a benchmark of another package can do all that they do."""
+"""The benchmarks import only public names of FedVeil, so that another package's benchmark can do the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fedveil bench --dry-run: it knows what every preset reads, looks into it, and runs nothing."""
+"""fedveil bench --dry-run knows and checks the inputs of every preset, and runs nothing."""
 
 from __future__ import annotations
 

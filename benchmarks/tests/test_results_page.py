@@ -22,7 +22,7 @@ from tests.conftest import ROOT
 from tools.pages import results
 
 CLAIM = re.compile(r"^- (.+) \(\[([\w/]+)\]\(reference/results/(\w+)\.md\)\)\n  <!-- (.+) -->$", re.MULTILINE)
-SEEDS = "5"  # of a claim that names no other number, as the page says
+SEEDS = "5"  # of a claim that names no other number, according to the page
 COUNTED = ("bytes counted", "exact arithmetic")
 PAGE = ROOT / "docs" / "results.md"
 RESULTS = ROOT / "benchmarks" / "results"

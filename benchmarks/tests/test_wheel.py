@@ -1,4 +1,4 @@
-"""The wheel of fedveil-bench beside that of FedVeil: presets and jobs are in it, and a preset runs from any folder."""
+"""The wheel of fedveil-bench contains presets and jobs, and a preset runs from any folder."""
 
 from __future__ import annotations
 

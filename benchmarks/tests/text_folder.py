@@ -1,4 +1,4 @@
-"""A data folder of a few texts made here, and a preset's settings for them."""
+"""A small generated data folder of texts, and a preset's settings for it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""Adapters: the trained parts of a base model. Each defines its shapes, initial values, attachment and checks."""
+"""Adapters: the trained parts of a base model. Each adapter defines its shapes, its initial values, how it attaches to
+the model, and its checks."""

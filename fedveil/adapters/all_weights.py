@@ -43,7 +43,7 @@ class AllWeightsAdapter(Adapter):
 
     @override
     def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: RandomStream, base: Weights) -> dict[str, Tensor]:
-        """Return copies of the base's own weights; nothing is drawn."""
+        """Return copies of the base's own weights; nothing is drawn at random."""
         return {name: base[name].clone() for name in shapes}
 
     @override

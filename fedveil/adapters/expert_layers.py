@@ -26,7 +26,7 @@ log = logging.getLogger("fedveil.models")
 
 
 def converts_targets(model: Any) -> bool:
-    """Return whether PEFT treats any of the model's layer names as expert names."""
+    """Return whether PEFT treats the name of any of the model's layers as an expert name."""
     return bool(_converted(model, "all-linear") != "all-linear")
 
 
@@ -48,14 +48,14 @@ def _converted(model: Any, targets: str | list[str]) -> Any:
         return targets
     try:
         from peft.utils import transformers_weight_conversion as conversion
-    except ImportError:  # this version of PEFT converts nothing
+    except ImportError:  # this version of PEFT does not convert names
         return targets
     config = LoraConfig(target_modules=targets)
     try:
         conversion.convert_peft_config_for_transformers(
             config, model=model, conversions=conversion.get_model_conversion_mapping(model)
         )
-    except ValueError:  # one of several layers that PEFT joins
+    except ValueError:  # one of several layers that PEFT merges into one
         return []
     return config.target_modules
 

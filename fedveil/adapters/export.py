@@ -6,7 +6,7 @@
   `from_pretrained` |
 | `PrefixAdapter` without cells | the same files | PEFT: `from_pretrained` |
 | `AllWeightsAdapter` | config.json, model.safetensors, tokenizer or processor | transformers: `from_pretrained` |
-| the same, on a model that transformers does not know | model.safetensors | safetensors: `load_model` |
+| `AllWeightsAdapter`, for a model that transformers does not know | model.safetensors | safetensors: `load_model` |
 | `PromptAdapter`, `PrefixAdapter` with cells | adapter.json, adapter.safetensors |
   `fedveil.adapters.load.load_adapter(folder, model)` |
 
@@ -55,7 +55,8 @@ def adapter_metadata(attached: AttachedModel) -> dict[str, Any]:
     if hasattr(model, "can_generate") and model.can_generate():  # a user's own model may be any torch.nn.Module
         return {"base_model_name_or_path": attached.base, "task_type": "CAUSAL_LM", "inference_mode": True}
     for ending, task_type in _TASK_TYPES.items():
-        # With these types PEFT expects a head that is saved whole; an own model may have pairs in its head instead.
+        # With these types PEFT expects a head that is saved in full, but an own model may have pairs in its head
+        # instead.
         if attached.heads and type(model).__name__.endswith(ending):
             return {"base_model_name_or_path": attached.base, "task_type": task_type, "inference_mode": True}
     kind = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
@@ -76,7 +77,7 @@ def target_modules(model: Any, chosen: Collection[str]) -> list[str]:
 
 
 def require_loadable(folder: Path, attached: AttachedModel) -> None:
-    """Check that PEFT can load an adapter's files onto the same model without weights; users' own models are exempt.
+    """Check that PEFT can load an adapter's files onto the model's architecture; users' own models are exempt.
 
     Raises:
         StateError: PEFT cannot load the files, or not all of their tensors.
@@ -92,17 +93,17 @@ def require_loadable(folder: Path, attached: AttachedModel) -> None:
         with torch.device("meta"):
             plain = type(model)(copy.deepcopy(model.config))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT warns about transformers, and about tensors checked below
+            warnings.simplefilter("ignore")  # PEFT warns about transformers, and about tensors that are checked below
             loaded = PeftModel.from_pretrained(plain, str(folder), torch_device="cpu", low_cpu_mem_usage=True)
             result = loaded.load_adapter(str(folder), "default", torch_device="cpu", low_cpu_mem_usage=True)
         absent, others = len(result.missing_keys), len(result.unexpected_keys)
-        problem = f"{absent} tensors that it lacks and {others} that it does not know" if absent or others else ""
+        problem = f"{absent} missing and {others} unknown tensors" if absent or others else ""
     except Exception as error:  # the library raises ValueError, RuntimeError, KeyError, ...
         problem = f"{type(error).__name__}: {sanitize(error, 300)}"
     if problem:
         raise StateError(
-            f"{folder}: expected an adapter that PEFT can load, found {problem}; the weights are still in the run's "
-            "checkpoint; choose other layers in adapter.targets for the next run"
+            f"{folder}: PEFT cannot load this adapter: {problem}. The weights are still in the run's checkpoint. "
+            "Choose other layers in adapter.targets for the next run"
         )
 
 

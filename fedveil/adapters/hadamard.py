@@ -49,7 +49,7 @@ class HadamardLoraAdapter(LowRankPairsAdapter):
     Attributes:
         rank: r, the inner width of each pair.
         alpha: the numerator of the scale; None means `rank`, which gives scale 1.
-        targets: the same as in `LoraAdapter`.
+        targets: as in `LoraAdapter`.
         form: how M is computed from the private pair.
     """
 
@@ -69,7 +69,7 @@ class HadamardLoraAdapter(LowRankPairsAdapter):
     def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: RandomStream, base: Weights) -> dict[str, Tensor]:
         """Draw A and A_p uniformly within 1/sqrt(d_in) and B_p by the form; B is zero.
 
-        `shapes` may be only the private pair.
+        `shapes` may contain only the private pair.
         """
         return low_rank_pairs.draw_pairs(shapes, rng, self.private_b_std)
 
@@ -131,7 +131,7 @@ def weight_change(
 
 @final
 class HadamardLinear(low_rank_pairs.LowRankLinear):
-    """A frozen linear layer with its two low-rank pairs, which are fp32 for any dtype of the layer.
+    """A frozen linear layer with its two low-rank pairs, which are always fp32.
 
     Attributes:
         base_layer: the frozen layer.

@@ -48,7 +48,7 @@ def rank_of_site(ranks: Ranks, site: str, most: int) -> int:
 
 
 def rows_beyond(spec: Spec | Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """Return masks of the entries that a site of this rank does not train (`frozen` in `Trainer.train`).
+    """Return masks of the entries that a site with this rank does not train (`frozen` in `Trainer.train`).
 
     The result is empty if the site trains all entries.
     """
@@ -80,11 +80,11 @@ def rank_of_upload(payload: Payload) -> int:
     """Return the rank of a message's first factor; `check_upload` checks the other factors against it."""
     for name, value in payload.fields.items():
         return _shape(value)[0 if factor_name(name) == "A" else 1]
-    raise WireError("upload: expected factors, found none")
+    raise WireError("upload: it contains no factors")
 
 
 def rank_fields(up: tuple[WireField, ...], ranks: Ranks) -> tuple[WireField, ...]:
-    """Return an upload's fields with a variable inner width, or unchanged if all sites have the same rank."""
+    """Return an upload's fields, with a variable inner width unless all sites have the same rank."""
     return open_fields(up) if ranks else up
 
 
@@ -137,7 +137,7 @@ def check_upload(payload: Payload, rank: int | None, site: str, most: int) -> No
 def _shape(value: object) -> tuple[int, ...]:
     tensor = value.codes if isinstance(value, QuantizedTensor) else value
     if not isinstance(tensor, Tensor):
-        raise WireError(f"upload: expected factors, found {type(tensor).__name__}")
+        raise WireError(f"upload: {type(tensor).__name__} is not a factor")
     return tuple(tensor.shape)
 
 
@@ -158,12 +158,15 @@ class HeterogeneousRankMethod(WeightAveragingMethod):
 
     @property
     def has_partial_uploads(self) -> bool:
-        """Return whether ranks differ: without secure aggregation, only sites of the largest rank send all ranks."""
+        """Return whether ranks differ.
+
+        Without secure aggregation, only sites with the largest rank then send all ranks.
+        """
         return any(rank < self.adapter.rank for rank in self.ranks.values())
 
     @property
     def plans_entries(self) -> bool:
-        """Return whether ranks differ; the table then omits ranks that too few sites have."""
+        """Return whether ranks differ. The table then omits ranks that too few sites have."""
         return self.has_partial_uploads
 
     def rank_of(self, site: str) -> int:
@@ -181,8 +184,8 @@ class HeterogeneousRankMethod(WeightAveragingMethod):
         ranks = {ctx.entries.first_ranks(name, site) for name in ctx.entries.slices}
         if len(ranks) != 1 or not 1 <= max(ranks) <= own:
             raise WireError(
-                f"entries: expected one rank for all factors of site {sanitize(site, 80)}, from 1 to {own}, found "
-                f"{sorted(ranks)}"
+                f"entries: the table must give site {sanitize(site, 80)} one rank for all factors, from 1 to "
+                f"{own}, but gives {sorted(ranks)}"
             )
         return max(ranks)
 
@@ -201,14 +204,14 @@ class HeterogeneousRankMethod(WeightAveragingMethod):
         """Raise ConfigError if the largest rank could never be sent because too few sites have it."""
         named = sorted(self.ranks.values(), reverse=True)
         unnamed = sites - len(named)
-        if unnamed < 0:  # not known which of the named sites take part
+        if unnamed < 0:  # it is not known which of the named sites take part
             return
         ranks = sorted([*named, *[self.adapter.rank] * unnamed], reverse=True)
         have = ranks.count(ranks[0])
         if min(have, drawn) < fewest:
             raise ConfigError(
-                f"ranks: expected at least {fewest} of {drawn} sites in a round with the largest rank, {ranks[0]}, as "
-                f"secure.enabled requires for each rank, found {have} of {sites} sites; lower adapter.rank and ranks "
+                f"ranks: secure.enabled requires that at least {fewest} of the {drawn} sites in a round have the "
+                f"largest rank, {ranks[0]}, but only {have} of {sites} sites have it; lower adapter.rank and ranks "
                 f"to at most {ranks[fewest - 1]}"
             )
 

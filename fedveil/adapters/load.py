@@ -5,7 +5,7 @@
 `model` is the base, loaded with transformers' `from_pretrained`. Loading attaches a prefix to the model; for a prompt,
 `fedveil.models.clip.class_features` computes the class texts' features. Load all other adapters with PEFT.
 
-The files are untrusted: the model's size limits theirs, and pickles are never read.
+The files are untrusted. Their size is limited by the model's, and pickles are never read.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ def _adapter(folder: Path) -> Adapter:
     file = folder / CONFIG
     if not file.is_file():
         hint = "; load this one with PEFT" if (folder / "adapter_config.json").is_file() else ""
-        raise StateError(
-            f"{folder}: expected an adapter with {CONFIG}, found none{hint}; name the final/ folder of a run"
-        )
+        raise StateError(f"{folder}: there is no adapter with {CONFIG} here{hint}; give the final/ folder of a run")
     with file.open("rb") as lines:
         data = lines.read(_CONFIG_BYTES + 1)
     if len(data) > _CONFIG_BYTES:

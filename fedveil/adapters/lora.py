@@ -30,8 +30,8 @@ class LoraAdapter(LowRankPairsAdapter):
         targets: "all-linear" (every linear layer in the blocks, without the output head), a regular expression for
             module names, or in method.params a list, as in PEFT: ["q_proj", "v_proj"].
         rslora: whether scale = alpha / sqrt(rank) (Kalajdzievski 2023), which requires an alpha.
-        dropout: fraction of a layer's inputs dropped before its pair in a training step, from 0 to below 1; none are
-            dropped in scoring.
+        dropout: fraction of a layer's inputs dropped before its pair in a training step, from 0 to below 1; scoring
+            drops no inputs.
     """
 
     kind: Literal["lora"] = "lora"
@@ -41,7 +41,7 @@ class LoraAdapter(LowRankPairsAdapter):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rslora and self.alpha is None:
-            raise ConfigError("adapter.alpha: expected a number above 0 with rslora = true, found none; set it")
+            raise ConfigError("adapter.alpha: rslora = true requires it; set it to a number above 0")
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"adapter.dropout: expected a number from 0 to below 1, found {self.dropout}")
 
@@ -94,7 +94,7 @@ class LoraAdapter(LowRankPairsAdapter):
             fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),
         )
         try:
-            with torch.random.fork_rng(devices=[]):  # PEFT draws initial values that are never used
+            with torch.random.fork_rng(devices=[]):  # PEFT draws initial values, which are never used
                 model = inject_adapter_in_model(lora, model)
         except ValueError as error:
             raise low_rank_pairs.explain_unfit(self.targets, str(error).partition("\n")[0]) from None

@@ -91,7 +91,7 @@ class LowRankPairsAdapter(Adapter):
 
     @torch.no_grad()
     def _whole_heads(self, attached: AttachedModel, weights: Weights, in_heads: set[str]) -> dict[str, Tensor]:
-        """Return all tensors in the model's heads, with their pairs merged in, by their names in the plain model."""
+        """Return all tensors in the model's heads, with their pairs merged, under their names in the plain model."""
         tensors = {
             name.replace(".base_layer.", "."): p.detach().to("cpu", torch.float32, copy=True)
             for name, p in attached.model.named_parameters()
@@ -115,8 +115,8 @@ class LowRankPairsAdapter(Adapter):
             own = plain.names.get(f"{module}.weight")
             if own is None:
                 raise ConfigError(
-                    f"adapter.targets: expected layers that do not share weights, found {module}, which shares its "
-                    "weight with another layer; load final/ on top of the base instead"
+                    f"adapter.targets: {module} shares its weight with another layer, so its pair cannot be "
+                    "merged; load final/ on top of the base instead"
                 )
             layer = plain.model.get_submodule(own.removesuffix(".weight"))
             change = fields.scale * (factors[f"{module}.lora_B"] @ factors[f"{module}.lora_A"])
@@ -154,7 +154,7 @@ def _without(weights: Weights, modules: set[str]) -> dict[str, Tensor]:
 
 
 def _is_within(name: str, modules: Sequence[str]) -> bool:
-    """Return whether a module or tensor is one of `modules`, or inside one."""
+    """Return whether a module or tensor is one of `modules` or belongs to one of them."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
@@ -193,8 +193,8 @@ def example_weights(rank: int, pairs: tuple[str, ...]) -> Spec:
 def explain_unfit(targets: str, reason: str) -> ConfigError:
     """Return the error for targets that match no linear layer."""
     return ConfigError(
-        f'adapter.targets: expected "all-linear" or a regular expression for the names of linear layers, '
-        f'found "{targets}" ({reason})'
+        f'adapter.targets: "{targets}" is neither "all-linear" nor a regular expression for the names of linear '
+        f"layers ({reason})"
     )
 
 
@@ -210,8 +210,8 @@ def require_targets(model: Any, targets: str) -> None:
             linear = (each for each, module in modules.items() if isinstance(module, nn.Linear | Conv1D))
             known = sorted({each.rpartition(".")[2] for each in linear})
             raise ConfigError(
-                f'adapter.targets: expected names of linear layers, found "{sanitize(name)}", which no layer has; '
-                f"{suggest_name(name, known)}the layers are named {sanitize(', '.join(known))}"
+                f'adapter.targets: no linear layer is named "{sanitize(name)}"; {suggest_name(name, known)}the '
+                f"layers are named {sanitize(', '.join(known))}"
             )
     try:
         embeddings = [n for n, m in modules.items() if isinstance(m, nn.Embedding) and re.fullmatch(targets, n)]
@@ -249,8 +249,8 @@ def chosen_modules(model: Any, targets: str) -> dict[str, nn.Module]:
     if experts := sorted(expert_layers.find_expert_layers(model, modules)):
         known = sorted({name.rpartition(".")[2] for name in chosen_modules(model, "all-linear")})
         raise ConfigError(
-            f"adapter.targets: expected layers outside of the experts, found {experts[0]}, which PEFT treats as an "
-            f"expert name in this base, so it could not load the adapter; choose from {', '.join(known)}"
+            f"adapter.targets: PEFT treats {experts[0]} as an expert name in this base, so it could not load the "
+            f"adapter; choose from {', '.join(known)}"
         )
     return modules
 
@@ -264,7 +264,7 @@ def layer_widths(layer: nn.Module) -> tuple[int, int]:
 
 
 class LowRankLinear(nn.Module):
-    """A frozen linear layer and its pair, which is fp32 for any dtype of the layer.
+    """A frozen linear layer and its pair, which is always fp32.
 
     Attributes:
         base_layer: the frozen layer.
@@ -275,7 +275,7 @@ class LowRankLinear(nn.Module):
         super().__init__()
         self.base_layer = base_layer
         self._scale = adapter.scale
-        # Zeros: a task loads weights before it computes anything.
+        # Zeros suffice, because a task loads weights before it computes anything.
         d_in, d_out = layer_widths(base_layer)
         self.lora_A = nn.Parameter(torch.zeros(adapter.rank, d_in, device=self.weight.device))
         self.lora_B = nn.Parameter(torch.zeros(d_out, adapter.rank, device=self.weight.device))

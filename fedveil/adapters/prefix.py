@@ -72,13 +72,12 @@ class PrefixAdapter(Adapter):
     def check(self, train: TrainConfig) -> None:
         if train.packing:
             raise ConfigError(
-                'train.packing: expected false with an adapter of kind "prefix", which needs a separate '
-                "row for each example, found true; set it to false"
+                'train.packing: an adapter of kind "prefix" needs a separate row for each example; set it to false'
             )
-        if train.gradient_checkpointing or train.compile:  # recomputed layers ignore the cache that holds the prefix
+        if train.gradient_checkpointing or train.compile:  # recomputed layers ignore the cache, which holds the prefix
             raise ConfigError(
-                'train.gradient-checkpointing, train.compile: expected false with an adapter of kind "prefix", found '
-                "true; set them to false"
+                'train.gradient-checkpointing, train.compile: an adapter of kind "prefix" does not support them; '
+                "set them to false"
             )
 
     @override
@@ -114,7 +113,7 @@ class PrefixAdapter(Adapter):
         """Attach the prefix and, if `cells` is positive, make the layers share their parameters.
 
         Raises:
-            ConfigError: the model takes no cache, has no list of layers, or has fewer layers than `cells`.
+            ConfigError: the model does not take a cache, has no list of layers, or has fewer layers than `cells`.
         """
         _cache_argument(model)
         if self.cells:
@@ -156,17 +155,18 @@ def prefix_shape(model: Any, length: int) -> tuple[int, ...]:
 
 
 def _cache_argument(model: Any) -> str:
-    """Return the name of the model's cache argument: `cache` since transformers 5.24, before that `past_key_values`.
+    """Return the name of the model's cache argument: `cache` from transformers 5.24 on, and `past_key_values` before.
 
-    A forward that takes any keyword arguments accepts a cache under the wrong name and ignores it, prefix included.
+    A `forward` that takes arbitrary keyword arguments accepts a cache under the wrong name, and then ignores it and its
+    prefix.
     """
     names = inspect.signature(type(model).forward).parameters
     for name in ("cache", "past_key_values"):
         if name in names:
             return name
     raise ConfigError(
-        f"task.model: expected a model whose forward takes a cache (cache or past_key_values) to hold the prefix, "
-        f"found {type(model).__name__}; use another model or a method without a prefix"
+        f"task.model: the forward of {type(model).__name__} does not take a cache (cache or past_key_values), "
+        "which would hold the prefix; use another model, or a method without a prefix"
     )
 
 
@@ -176,9 +176,7 @@ def _share(model: Any, cells: int) -> None:
     layers = next((m for m in model.base_model.children() if isinstance(m, nn.ModuleList) and len(m) == depth), None)
     if layers is None or cells > depth:
         depth_text = f"{depth} layers" if layers is not None else f"no layers in {type(model).__name__}"
-        raise ConfigError(
-            f"adapter.cells: expected at most the model's number of layers, found {cells} and {depth_text}; lower it"
-        )
+        raise ConfigError(f"adapter.cells: {cells} is more than the model supports ({depth_text}); lower it")
     for at in range(cells, depth):
         cell = layers[at % cells]
         layers[at] = copy.deepcopy(cell, {id(t): t for t in (*cell.parameters(), *cell.buffers())})

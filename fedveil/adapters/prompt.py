@@ -73,7 +73,7 @@ class PromptAdapter(Adapter):
             if not (0.0 <= value < math.inf) or (least == "above 0" and value == 0.0):
                 raise ConfigError(f"adapter.{name}: expected a finite number {least}, found {value}")
         if self.contrast > 0 and self.form != "factored":
-            raise ConfigError(f'adapter.contrast: expected 0 with form = "{self.form}", found {self.contrast}')
+            raise ConfigError(f'adapter.contrast: form = "{self.form}" requires 0, found {self.contrast}')
 
     def shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         """Return the tensors' shapes for token embeddings of this width."""

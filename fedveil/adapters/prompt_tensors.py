@@ -36,12 +36,12 @@ def check_form(adapter: PromptAdapter, forms: tuple[str, ...]) -> None:
     if adapter.form not in forms:
         wanted = " or ".join(f'"{form}"' for form in forms)
         raise ConfigError(
-            f'adapter.form: expected {wanted} with this method, found "{adapter.form}"; set it in method.params'
+            f'adapter.form: this method requires {wanted}, found "{adapter.form}"; set it in method.params'
         )
 
 
 def context_vectors(adapter: PromptAdapter, weights: Mapping[str, Tensor]) -> Float[Tensor, "prompts b d"]:
-    """Return the contexts whose texts are needed, the scored one first; a contrast also needs the shared one."""
+    """Return the contexts whose texts are needed: the scored one first, and for a contrast also the shared one."""
     prompt = weights[SHARED]
     match adapter.form:
         case "one":
@@ -81,14 +81,15 @@ def transport_plan(
     |---|---|
     | mass = 1 | row constraints are tight: the balanced problem |
     | equal columns of `similarity` | equal columns of T |
-    | costs of 2 with epsilon 0.01 | finite: nothing is exponentiated before the division |
+    | costs of 2 with epsilon 0.01 | finite, because nothing is exponentiated before the division |
     | a batch of problems | the loop ends when all have converged, so a problem's last digits depend on the others |
     """
     points, prompts = similarity.shape[-2:]
     log_k = (similarity - 1) / epsilon
     log_column = math.log(mass / prompts)
     log_u = torch.zeros_like(log_k[..., :1])
-    log_v = log_column - torch.logsumexp(log_k, -2, keepdim=True)  # v first: a smaller v would make all rows look slack
+    # Update v first, because a smaller v would make all rows look slack.
+    log_v = log_column - torch.logsumexp(log_k, -2, keepdim=True)
     for _ in range(iterations):
         before = log_u
         log_u = (-math.log(points) - torch.logsumexp(log_k + log_v, -1, keepdim=True)).clamp(max=0.0)

@@ -4,7 +4,7 @@
 
 R_t is dense: it is the sum of all D so far. A site that took part in the last completed round has R_{t-1} and gets U V.
 Any other site gets the whole R_t. So a site keeps R on its disk and adds the same changes as the server, in the same
-order. Both then hold the same entries, except for rounding differences between machines.
+order. Both copies of R are then equal, except for rounding differences between machines.
 
 | broadcast | receiver | sent in addition to the pairs |
 |---|---|---|
@@ -16,8 +16,8 @@ U V equals D to within 1e-6 of the norm of the averaged values. It is computed w
 (`low_rank.factor_pair`). U V itself is then added to R, so that server and sites agree. k is at most the sum of the
 ranks sent, plus the rank of one more pair if the new pairs are rounded. It is also at most `_most`, the largest rank at
 which the factors have no more entries than D. A median of products has full rank: the server then sends the whole R.
-Under secure aggregation all sites get the whole R, so that the plan can name the one message, and keep none. R and the
-factors are fp32 for any wire dtype, because they accumulate over the run.
+Under secure aggregation all sites get the whole R, so that the plan can name a single message, and they do not keep it.
+R and the factors are fp32 for any wire dtype, because they accumulate over the run.
 
 | memory | bytes per layer |
 |---|---|
@@ -106,8 +106,8 @@ def apply_broadcast(private: FederatedState | None, down: Payload, spec: Spec) -
         return as_spec({name: tensors[name] for name in shapes}, spec)
     if private is None:
         raise StateError(
-            "private state: expected the residual of an earlier participation (only its change was sent), found "
-            "none; the server will send the whole residual at the next participation"
+            "private state: the residual of an earlier participation is missing, and the server sent only its "
+            "change; it will send the whole residual at the next participation"
         )
     return {name: w + _change(tensors, name.removesuffix(RESIDUAL)) for name, w in private.tensors.items()}
 
@@ -127,17 +127,17 @@ def client_upload(
     frozen: Weights,
     ctx: RoundContext,
 ) -> tuple[FederatedState | None, dict[str, Tensor]]:
-    """Train local epochs from `pairs` with the received R frozen; return the site's new state and its trained pairs.
+    """Train the local epochs from `pairs` with the received R frozen; return the site's new state and trained pairs.
 
-    Under secure aggregation the site trains from nothing but the broadcast, and keeps no state.
+    Under secure aggregation the site trains only from the broadcast, and keeps no state.
 
     Raises:
         WireError: under secure aggregation, the broadcast has only the last change to R.
     """
     if ctx.in_secure_sum and down.variant == "step":
         raise WireError(
-            "variant: expected the whole residual under secure aggregation, which all sites get alike, found its last "
-            "change"
+            "variant: secure aggregation requires the whole residual, the same for all sites, but the server sent "
+            "only its last change"
         )
     spec, r = trainer.spec, apply_broadcast(private, down, trainer.spec)
     frozen_masks = {**frozen, **{name: torch.tensor(True) for name in r}}

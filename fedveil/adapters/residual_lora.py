@@ -54,7 +54,7 @@ class ResidualLoraAdapter(LowRankPairsAdapter):
     Attributes:
         rank: r, the inner width of each pair; R may have any rank.
         alpha: the numerator of the scale; None means `rank`, which gives scale 1.
-        targets: the same as in `LoraAdapter`.
+        targets: as in `LoraAdapter`.
     """
 
     kind: Literal["residual-lora"] = "residual-lora"
@@ -124,7 +124,7 @@ def _split(change: Float[Tensor, "d_out d_in"]) -> tuple[Float[Tensor, "d_out k"
 
 @final
 class ResidualLinear(low_rank_pairs.LowRankLinear):
-    """A frozen linear layer with its residual and its pair, both fp32 for any dtype of the layer.
+    """A frozen linear layer with its residual and its pair, which are always fp32.
 
     Attributes:
         base_layer: the frozen layer.

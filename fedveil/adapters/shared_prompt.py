@@ -1,4 +1,4 @@
-"""Both halves of methods whose clients share one prompt and keep the other parts to themselves (FedOTP, FedPGP).
+"""The client and server sides of methods whose clients share one prompt and keep the other parts (FedOTP, FedPGP).
 
     all parts <- local epochs from (the round's shared prompt, the client's stored private parts)   client
     shared <- sum_i (n_i / n) shared^i                                                              server
@@ -64,7 +64,7 @@ def start_state(
 
 
 class SharedPromptMethod(Method):
-    """Base class with both halves of a method that shares one prompt and keeps the other parts at the site.
+    """Base class for methods that share one prompt and keep the other parts at the site.
 
     It is not a dataclass: each method declares its own fields.
 
@@ -88,7 +88,7 @@ class SharedPromptMethod(Method):
 
     @property
     def stale_upload_conflict(self) -> str:
-        """Return "": an upload is the shared prompt, moved by training."""
+        """Return "": late uploads are allowed, because an upload is the received prompt, moved by training."""
         return ""
 
     @property

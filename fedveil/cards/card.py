@@ -1,10 +1,10 @@
-"""The privacy card as data: privacy.json in a run's model folder, with all the facts on the card's pages.
+"""The privacy card as data: privacy.json in a run's model folder, with all facts that the card's pages show.
 
 It has the fields that NIST SP 800-226 requires for a claim: unit, relation, parameters, trust, mechanism and hazards.
 It also has those in the deployment registry's schema (arXiv 2509.13509): who, for what, flavor, loss, model, accounting
-and implementation. An unstated fact is "", and the pages say "not stated".
+and implementation. A fact that was not stated is "", and the pages then say "not stated".
 
-A card may come from an untrusted source: its size is bounded, and keys unknown to this version are refused.
+A card may come from an untrusted source, so its size is bounded, and keys that this version does not know are refused.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Part(BaseModel):
 
 
 class DeclaredFacts(_Part):
-    """Facts that only people can state, because the code cannot know them.
+    """Facts that people must state, because the code cannot know them.
 
     Attributes:
         curator: who is responsible for the run.
@@ -69,7 +69,7 @@ class RunFacts(_Part):
         base: the base model's name.
         rounds: number of rounds that went into the model.
         scores: the last scores of the server's model.
-        versions: package versions by name, as of the start.
+        versions: package versions by name, at the start of the run.
     """
 
     name: Short
@@ -88,7 +88,7 @@ class RunFacts(_Part):
 
 
 class SentMessages(_Part):
-    """All messages of one kind, which the disclosure ledger lists by field.
+    """All messages of one kind. The disclosure ledger lists each kind by field.
 
     Attributes:
         sites: number of messages by site.
@@ -105,7 +105,7 @@ class SentMessages(_Part):
 
 
 class SiteTraffic(_Part):
-    """One site's messages in the server's record, including the keys and shares for secure aggregation.
+    """One site's messages as the server recorded them, including the keys and shares for secure aggregation.
 
     `unsigned`: number of accepted uploads that the site did not sign.
     """
@@ -173,10 +173,10 @@ class PrivacyGuaranteeEntry(_Part):
         relation: the neighboring relation; "" without a guarantee.
         sampling: how batches are drawn, as far as it affects epsilon.
         against: the epsilon against each party.
-        for_the_board: three sentences for an ethics board; [] without a figure that holds against the server.
-        nominal: an epsilon that the method was given but does not guarantee.
+        for_the_board: three sentences for an ethics board; [] if no figure holds against the server.
+        nominal: an epsilon that was set for the method, but that the method does not guarantee.
         allowed: the largest epsilon that a site's ledger allows for a record.
-        epsilon: upper bound for the most charged site.
+        epsilon: upper bound for the site that was charged most.
         model: where the noise is added, in words.
     """
 
@@ -239,14 +239,14 @@ class AuditSection(_Part):
 
 
 class BaseModelFiles(_Part):
-    """SHA-256 of the base model's files; {} if they are not on the machine that wrote the card."""
+    """SHA-256 digests of the base model's files; {} if the files are not on the machine that wrote the card."""
 
     revision: Short = ""
     files: dict[Short, Digest] = {}
 
 
 class RunDigests(_Part):
-    """SHA-256 of the run's base model, app and config.
+    """SHA-256 digests of the run's base model, app and config.
 
     Attributes:
         app: digest of the app bundle; "" if it is not known.
@@ -259,11 +259,11 @@ class RunDigests(_Part):
 
 
 class LogAnchors(_Part):
-    """The ends of the audit logs, as "LINES:SHA-256", when the card was written.
+    """The ends of the audit logs when the card was written, as "LINES:SHA-256".
 
     Attributes:
         sites: the last anchor that each site sent with an upload of this run.
-        note: why anchors are missing, if they are.
+        note: why anchors are missing; "" if none is.
     """
 
     server: Anchor = ""
@@ -288,20 +288,22 @@ class PrivacyCard(_Part):
     audit_log: LogAnchors
 
     def to_bytes(self) -> bytes:
-        """Return the content of privacy.json; equal cards have equal bytes."""
+        """Return the content of privacy.json; equal cards give equal bytes."""
         return self.model_dump_json(indent=1).encode() + b"\n"
 
 
 def parse_card(data: bytes, where: str) -> PrivacyCard:
     """Parse the bytes of privacy.json. Raises StateError, which names `where`."""
     if len(data) > MOST_BYTES:
-        raise StateError(f"{where}: expected at most {MOST_BYTES} bytes, found {len(data)}; use another card")
+        raise StateError(
+            f"{where}: the card has {len(data)} bytes, but at most {MOST_BYTES} are allowed; use another card"
+        )
     try:
         return PrivacyCard.model_validate_json(data)
     except (ValidationError, RecursionError) as error:
         raise StateError(
-            f"{where}: expected a privacy card of version 1, found {sanitize(error, 300)}; write it again with the "
-            "fedveil version that created it, or use another card"
+            f"{where}: not a privacy card of version 1 ({sanitize(error, 300)}); write it again with the fedveil "
+            "version that created it, or use another card"
         ) from None
 
 
@@ -309,8 +311,6 @@ def read_card(folder: Path) -> PrivacyCard:
     """Read the card in a folder. Raises StateError if it is missing or invalid."""
     file = folder / NAME
     if file.is_symlink() or not file.is_file():
-        raise StateError(
-            f"{folder}: expected a privacy card ({NAME}), found none; write one with fedveil card make RUN"
-        )
+        raise StateError(f"{folder}: there is no privacy card ({NAME}); write one with fedveil card make RUN")
     with file.open("rb") as lines:
         return parse_card(lines.read(MOST_BYTES + 1), str(file))

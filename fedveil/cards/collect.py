@@ -1,7 +1,7 @@
 """Build a run's card from its folder: config.json, metrics.jsonl, disclosure.jsonl and the audit log.
 
 `collect_card` writes nothing. `write_card` writes privacy.json, PRIVACY.md and README.md to a model's folder: either
-all of them, complete, or none.
+all three completely, or none of them.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def collect_card(
     Args:
         stated: facts that people stated.
         audited: results of attacks.
-        whole: whether to include values that take seconds per site (mu for subsampled steps); false when a run ends.
+        whole: whether to include values that take seconds per site (mu for subsampled steps); false at the end of a
+            run.
     """
     log, app = _log(run)
     in_process = [_IN_PROCESS] if run.about.get("in_process") is True else []
@@ -155,7 +156,7 @@ def _sent(messages: Sequence[Mapping[str, Any]]) -> list[SentMessages]:
 
 
 def _rows(attempts: Sequence[Mapping[str, Any]]) -> list[SiteRows]:
-    """Return the counts of rows that each site reported last."""
+    """Return the row counts that each site reported last."""
     last = {
         str(site): counts
         for attempt in attempts
@@ -173,7 +174,7 @@ def _log(run: RecordedRun) -> tuple[LogAnchors, str]:
     file, name = run.folder.parent / audit_log.NAME, f"{run.folder.name}-{run.id}"
     try:
         lines = audit_log.read_log(file)
-    except StateError as error:  # the card says so: nothing else in it depends on the log
+    except StateError as error:  # the card reports this; nothing else in it depends on the log
         why = str(error).replace(str(file), file.name)
         return LogAnchors(note=card_text(f"The server's audit log cannot be read: {why}")), ""
     head = audit_log.LogHead(lines[-1]["n"] + 1, str(lines[-1]["hash"])) if lines else audit_log.LogHead()

@@ -1,4 +1,5 @@
-"""Sentences on what each party saw in a run and was trusted with, based on the run's record rather than its plan."""
+"""Sentences about what each party in a run saw and was trusted with, based on the run's records rather than its
+plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's formal guarantee, or the lack of one, and what remains unprotected in either case."""
+"""A run's formal guarantee, if it has one, and what remains unprotected in either case."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def formal_guarantees(
 
 
 def _planned(claim: PrivacyGuarantee) -> Spent:
-    """Return the charge for one step, for a run whose charges are unknown."""
+    """Return the charge of a single step, for a run whose charges are unknown."""
     return claim.privacy_spent(SamplingPlan(1, 1, 1, 2, claim.budget.neighbours))
 
 
@@ -97,7 +97,7 @@ def _against(
     known: Sequence[ServerSideBound],
     against_all: float | None,
 ) -> list[PartyBound]:
-    """Return the epsilon against each party; [] if nothing bounds it."""
+    """Return the epsilon against each party; [] if no bound is known."""
     if not isinstance(worst, float):
         return []
     most = max(known, key=lambda cost: cost.epsilon, default=None)
@@ -141,7 +141,7 @@ def _site(site: str, found: ServerSideBound | str, claim: PrivacyGuarantee, whol
 
 
 def _worst(sites: Sequence[SiteCost], allowed: float) -> Epsilon:
-    """Return the most charged site's epsilon; if one is unknown, its ledger's limit `allowed` is used instead."""
+    """Return the epsilon of the site that was charged most, or the ledger's limit `allowed` if one is unknown."""
     values = [
         _number(allowed) if site.epsilon == "not known" and allowed < math.inf else site.epsilon for site in sites
     ]
@@ -235,7 +235,7 @@ def _several_examples(config: RunConfig) -> str:
 
 
 def not_protected(method: Method, config: RunConfig, attempts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return sentences on what a reader must not assume to be protected.
+    """Return sentences about what readers must not assume to be protected.
 
     `attempts`: as in `formal_guarantees`.
     """
@@ -279,7 +279,7 @@ def not_protected(method: Method, config: RunConfig, attempts: Sequence[Mapping[
 
 
 def _with_reports(attempts: Sequence[Mapping[str, Any]]) -> str:
-    """Return the end of a sentence that says what sites reported with their uploads; "" if nothing."""
+    """Return a clause that says what sites reported with their uploads; "" if they reported nothing."""
     names = disclosure_summary.reported_metrics(attempts)
     parts = ["each site's number of examples"] * ("num_examples" in names)
     parts += ["the losses it reported"] * any("loss" in name for name in names)

@@ -63,7 +63,7 @@ def hub_page(card: PrivacyCard, files: set[str]) -> str:
 
 
 def _bundled(task: str) -> str:
-    """Return a sentence on where to get a bundled base, which is not on the Hub."""
+    """Return a sentence that says where to get a bundled base, which is not on the Hub."""
     name = plain_text(published_name.bundled_name(task))
     if bundled.bundled_folder(task) is None:
         return (

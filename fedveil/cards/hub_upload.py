@@ -1,6 +1,6 @@
 """Upload a model's folder with its privacy card to a model repository on the Hugging Face Hub.
 
-The caller must pass a token: the one that `hf auth login` stored on this machine is never used. All files in the
+The caller must pass a token; a token that `hf auth login` stored on this machine is never used. All files in the
 folder, and nothing else, are uploaded in one commit. A publicly readable repository requires `is_public`.
 """
 
@@ -31,12 +31,11 @@ def push_to_hub(folder: Path, repo: str, token: str, is_public: bool = False) ->
 
     Raises:
         StateError: the folder has no card, contains a link, or differs from what its signatures cover.
-        ConfigError: there is no token, the repository's visibility differs, or the Hub refuses or does not answer.
+        ConfigError: there is no token, the repository's visibility differs, or the Hub refuses the upload or does not
+            answer.
     """
     if not _TOKEN.fullmatch(token):
-        raise ConfigError(
-            "token: expected a Hub token with write permission, found none; set HF_TOKEN or give --token-file"
-        )
+        raise ConfigError("token: uploading needs a Hub token with write permission; set HF_TOKEN or give --token-file")
     model = verification.model_folder(folder)
     names = _checked_files(model)
 
@@ -54,8 +53,8 @@ def push_to_hub(folder: Path, repo: str, token: str, is_public: bool = False) ->
             if is_public:
                 expected, found, todo = ("public", "private", "leave out")
             raise ConfigError(
-                f"repository {repo}: expected a {expected} one, found a {found} one; {todo} --public if that is meant, "
-                "or name another"
+                f"repository {repo}: it is {found}, not {expected}; {todo} --public if that is intended, or name "
+                "another repository"
             )
         commit = api.create_commit(
             repo,
@@ -63,23 +62,24 @@ def push_to_hub(folder: Path, repo: str, token: str, is_public: bool = False) ->
             commit_message=f"Upload the model of {sanitize(run.name, 100)} with its privacy card",
         )
     except OfflineModeIsEnabled:
-        raise ConfigError("HF_HUB_OFFLINE: expected it unset to upload, found it set; unset it") from None
+        raise ConfigError("HF_HUB_OFFLINE: this variable prevents uploads; unset it") from None
     except ValueError as error:  # the Hub does not accept the name or README.md's front matter
         raise ConfigError(f"repository: {sanitize(error, 300)}") from None
-    except (HfHubHTTPError, httpx.HTTPError, OSError, RuntimeError) as error:  # the last two: an upload of weights
+    # An upload of weights raises the last two.
+    except (HfHubHTTPError, httpx.HTTPError, OSError, RuntimeError) as error:
         raise ConfigError(
-            f"repository {repo}: expected the Hub to accept the upload, found {sanitize(error, 300)}; check the "
-            "token's permissions and the network, and try again"
+            f"repository {repo}: the upload to the Hub failed: {sanitize(error, 300)}; check the token's "
+            "permissions and the network, and try again"
         ) from None
     return str(commit.commit_url)
 
 
 def _checked_files(model: Path) -> list[str]:
-    """Return the names of the files to upload. Raises StateError if one is missing or not as signed."""
+    """Return the names of the files to upload. Raises StateError if one is missing or differs from what was signed."""
     names = sorted(name for name in in_toto.digest_files(model) if not in_toto.is_of_the_hub(name))
     for needed in (card.PAGE, _README):
         if needed not in names:
-            raise StateError(f"{model}: expected {needed}, found none; write it with fedveil card make")
+            raise StateError(f"{model}: {needed} is missing; write it with fedveil card make")
     signatures = model / in_toto.NAME
     if not signatures.exists():
         return names
@@ -87,6 +87,6 @@ def _checked_files(model: Path) -> list[str]:
     differ = in_toto.find_differences(in_toto.parse_statement(envelope.content, str(signatures)), model)
     if differ:
         raise StateError(
-            f"{model}: expected the files that were signed, found others ({'; '.join(differ)}); do not publish them"
+            f"{model}: the files differ from those that were signed ({'; '.join(differ)}); do not publish them"
         )
     return [*names, in_toto.NAME]

@@ -1,4 +1,4 @@
-"""PRIVACY.md: the card as a readable page. It is computed only from the card's data, so equal cards have equal pages.
+"""PRIVACY.md: the card as a readable page. It is computed only from the card's data, so equal cards give equal pages.
 
 Texts in a card are untrusted, so all markup characters in them are escaped.
 """
@@ -80,7 +80,7 @@ def card_page(card: PrivacyCard) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a Markdown table; the head is trusted, the cells are not."""
+    """Return a Markdown table. The head is trusted; the cells are not, and are escaped."""
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return "\n".join([*lines, *("| " + " | ".join(map(plain_text, row)) + " |" for row in rows)])
 

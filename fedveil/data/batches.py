@@ -17,12 +17,12 @@ WINDOW = 32  # batches within which bucketing sorts: enough for batches of simil
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
-_Same = TypeVar("_Same")  # not Self, which the shape checker in tests does not support
+_Same = TypeVar("_Same")  # not Self, because the tests' shape checker does not support it
 
 
 @runtime_checkable
 class ExampleBatch(Protocol):
-    """The interface that local training needs from a batch, independent of the task-specific content."""
+    """The interface that local training needs from a batch, whatever the task."""
 
     @property
     def terms(self) -> int:
@@ -57,7 +57,7 @@ class LabelledBatch:
 
     @property
     def tokens(self) -> int:
-        """Return 0: images have no tokens."""
+        """Return 0, because images have no tokens."""
         return 0
 
     def pinned(self) -> LabelledBatch:
@@ -86,7 +86,8 @@ _Batch = TypeVar("_Batch", bound=ExampleBatch)
 class TokenExample:
     """One encoded example: token `ids`, with the target starting at position `start`.
 
-    `gaps`: the ranges of positions after `start` that are not targets, in order: the questions between answers.
+    `gaps`: the ranges of positions after `start` that are not targets, in order; these are the questions between
+    answers.
     `cut`: what the length limit truncated: 0 nothing, 1 the end of the source, 2 also the end of the target.
     `whole`: the number of tokens before truncation; 0 if unknown.
     """
@@ -161,10 +162,13 @@ def collate_batch(
     whole: bool = False,
     width: Callable[[int], int] = lambda longest: longest,
 ) -> TokenBatch:
-    """Return one batch of `rows`, padded with `padding` to the longest row. If `whole`, the target of an example is all
-    its tokens except the first. `width` maps the length of the longest example to the length of the batch.
+    """Return one batch of `rows`, padded with `padding` to the longest row.
 
-    Positions are computed here, on the CPU: counting a mask of target tokens on the GPU would mean waiting for it.
+    If `whole`, the target of an example is all its tokens except the first. `width` maps the length of the longest
+    example to the length of the batch.
+
+    Positions are computed here, on the CPU: counting the target tokens of a mask on the GPU would mean waiting for the
+    GPU.
     """
     length = width(max(len(row.ids) for row in rows))
     ids = [row.ids + [padding] * (length - len(row.ids)) for row in rows]

@@ -7,7 +7,7 @@
 | an integer from 0, also as text, unless a class name is an integer | only the label with that number |
 | a list of names or integers | those labels; no label for an empty list |
 | empty text | no label |
-| no value | refused |
+| a missing value | refused |
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def require_class_names(task: TaskConfig) -> tuple[str, ...]:
     names = task.class_list
     if len(names) < 2:
         raise ConfigError(
-            "task.class-names: expected the names of at least two classes, separated by commas, in the same order for "
-            f"all sites, found {len(names)}; set it"
+            "task.class-names: expected at least two class names, separated by commas and in the same order for "
+            f"all sites, found {len(names)}"
         )
     if task.multi_label and (joined := [name for name in names if task.label_separator in name]):
         raise ConfigError(
-            f'task.label-separator: expected a text that no class name contains, found "{task.label_separator}", '
-            f'which is in "{joined[0]}"; set another one'
+            f'task.label-separator: "{task.label_separator}" occurs in the class name "{joined[0]}"; set a '
+            "separator that no class name contains"
         )
     return names
 

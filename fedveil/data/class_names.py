@@ -6,15 +6,15 @@
 | an integer in a column that declares names (ClassLabel) | the position of the name it stands for |
 | an integer from 0, also as text, if no name in task.class-names is an integer | the integer |
 
-| source of the names: the first one available | who numbers the classes |
+| source of the names (the first that is available) | the classes are numbered by |
 |---|---|
 | task.class-names | the run config |
 | the base model's names, if they include all names of the data set | the base model |
 | names that the data set declares: class folders, ClassLabel | the first data set read |
 
 The last source works only for a run in one process. Otherwise each site would number its own classes, so
-`require_shared` refuses it. Text values in rows do not declare names: one more row could add a class and so change the
-numbers of all other classes.
+`require_shared` refuses it. Text values in rows do not declare names, because a single additional row could add a class
+and so change the numbers of all others.
 
 Messages may contain class names that a data set declares, but never a label, because a label is a row value.
 """
@@ -43,7 +43,7 @@ _LONGEST_LINE = 2000  # characters of a line to copy
 
 
 def are_numbers(names: Iterable[str]) -> bool:
-    """Return whether all names are integers from 0, such as the folders 0, 1, ... 10: numbers rather than names."""
+    """Return whether all names are integers from 0, as with the folders 0, 1, ... 10."""
     return all(map(_INTEGER.fullmatch, names))
 
 
@@ -58,7 +58,7 @@ def format_class_names(names: Sequence[str]) -> str:
     csv.writer(out, lineterminator="").writerow(names)
     line = f"task.class-names = {json.dumps(out.getvalue(), ensure_ascii=False)}"
     if len(line) > _LONGEST_LINE or not line.isprintable():
-        return f"task.class-names = all {len(names):,} names, separated by commas, in one order for all sites"
+        return f"task.class-names = all {len(names):,} names, separated by commas, in the same order for all sites"
     return line
 
 
@@ -89,7 +89,7 @@ class ClassNumbering:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names by number; () if no source has given any yet."""
+        """Return the names by number; () if no source has provided names yet."""
         return self._given or self._adopted
 
     @property
@@ -98,7 +98,7 @@ class ClassNumbering:
         return self._model_classes() or len(self.names)
 
     def note(self, declared: tuple[str, ...], folder: str) -> None:
-        """Note the names that the data set in `folder` declares, for `require_shared`, without loading a model."""
+        """Record the names that the data set in `folder` declares, for `require_shared`, without loading a model."""
         if declared:
             self._noted[declared] = folder
 
@@ -112,8 +112,8 @@ class ClassNumbering:
             self._check(declared, folder)
         if self._adopted and self._adopted != self._model_names():
             raise TaskError(
-                f"task.class-names: expected the names of all classes in the run config, because each site would "
-                f"number its own, found none there and {len(self._adopted):,} in the data; add the line: "
+                f"task.class-names: only the data, not the run config, names the {len(self._adopted):,} classes, "
+                "so each site would number its own; add this line to the run config: "
                 f"{format_class_names(self._adopted)}"
             )
 
@@ -155,7 +155,10 @@ class ClassNumbering:
         return None
 
     def _check(self, declared: tuple[str, ...], folder: str) -> None:
-        """Check the names that a data set declares. If the config gives no names, the first ones become the task's."""
+        """Check the names that a data set declares.
+
+        If the config gives no names, the first declared names become the task's.
+        """
         if declared in self._checked:
             return
         if not self.names:
@@ -165,18 +168,19 @@ class ClassNumbering:
             source = "of the run" if self._given else "known so far"
             raise TaskError(
                 f'task.class-names: expected the classes of "{folder}" among the {len(self.names):,} {source} '
-                f"({_listed(self.names)}), found {len(declared):,} ({_listed(declared)}), of which the others lack "
-                f"{_listed(unknown)}; rename these classes, or set task.class-names to the names of all sites"
+                f"({_listed(self.names)}), found {len(declared):,} ({_listed(declared)}); the unknown ones are "
+                f"{_listed(unknown)}; rename them, or set task.class-names to the names of all sites"
             )
         self._checked.add(declared)
 
     def _counted(self, declared: tuple[str, ...], folder: str) -> tuple[str, ...]:
-        """Return the names of a data set; raise TaskError if the model has a different number of classes."""
+        """Return the names that a data set declares; raise TaskError if the model has a different number of classes."""
         count = self._model_classes()
         if count and count != len(declared):
             raise TaskError(
-                f'task.class-names: expected {count} class names in "{folder}", as many as the model distinguishes, '
-                f"found {len(declared):,} ({_listed(declared)}); set task.class-names to all, or give integers"
+                f'task.class-names: the model has {count} classes, but "{folder}" names {len(declared):,} '
+                f"({_listed(declared)}); set task.class-names to the names of all {count}, or use integers as "
+                "labels"
             )
         return declared
 

@@ -34,9 +34,7 @@ def read_schema(file: Path) -> pyarrow.Schema:
                 schema = reader.schema
         names = schema.names  # which may not be UTF-8
     if len(set(names)) < len(names):
-        raise TaskError(
-            f'task.data: expected different column names in "{file}", found a name twice; rename one of the columns'
-        )
+        raise TaskError(f'task.data: two columns of "{file}" have the same name; rename one of them')
     return schema
 
 
@@ -62,14 +60,14 @@ def iter_tables(file: Path, columns: Sequence[str], at_once: int) -> Iterator[py
                 for batch in opened.iter_batches(at_once, columns=list(columns)):
                     table = pyarrow.Table.from_batches([batch]).select(list(columns))
                     for field in table.schema:
-                        if "dictionary" in str(field.type):  # whose indices the reader does not check
+                        if "dictionary" in str(field.type):  # the reader does not check the indices of a dictionary
                             table.column(field.name).validate(full=True)
                     yield table
             return
         with _open_arrow(file) as reader:
             for batch in _batches(reader):
                 table = pyarrow.Table.from_batches([batch]).select(list(columns))
-                table.validate(full=True)  # the file is mapped: a wrong offset would crash the process
+                table.validate(full=True)  # the file is memory-mapped, so a wrong offset would crash the process
                 for start in range(0, len(table), at_once):
                     yield table.slice(start, at_once)
 
@@ -79,7 +77,7 @@ def _is_parquet(file: Path) -> bool:
 
 
 def _open_arrow(file: Path) -> contextlib.AbstractContextManager[pyarrow.ipc.RecordBatchStreamReader]:
-    """Open a file in either of Arrow's two formats: the stream format, which `datasets` writes, or the file format."""
+    """Open a file in one of Arrow's two formats: the stream format, which `datasets` writes, or the file format."""
     import pyarrow
 
     source = pyarrow.memory_map(str(file)) if file.stat().st_size else pyarrow.BufferReader(b"")

@@ -2,10 +2,11 @@
 
 | in the file | how it is read |
 |---|---|
-| columns | separated by tabs if the first line with a word has a tab, else by spaces; the same number in every line |
+| columns | separated by tabs if the first line with a word has a tab, otherwise by spaces; every line has the same
+  number |
 | the first and the last column | WORDS and TAGS; the columns in between are not read |
-| -DOCSTART- in the first column | skipped: a document begins |
-| three or more columns, the first of which numbers the words, or has only numbers | refused: the words are in a
+| -DOCSTART- in the first column | skipped, because it only marks the start of a document |
+| three or more columns, of which the first numbers the words or has only numbers | refused, because the words are in a
   different column |
 """
 
@@ -27,13 +28,13 @@ _SPACE = " \t\r\n"
 
 
 def parse_sentences(lines: Iterable[bytes], file: Path) -> Iterator[dict[str, list[str]]]:
-    """Yield the sentences of a file as {"tokens": [...], "ner_tags": [...]}, from its lines in UTF-8.
+    """Yield the sentences of a file, given its lines in UTF-8, as {"tokens": [...], "ner_tags": [...]}.
 
     Raises:
         TaskError: a line has a different number of columns, or the first column has no words.
     """
     separator, width = "", 0
-    count, is_numbered = 0, True  # of words; whether all are numbers
+    count, is_numbered = 0, True  # the number of words, and whether all of them are numbers
     words, tags = list[str](), list[str]()
     for number, line in enumerate(lines, start=1):
         text = line.decode("utf-8").strip("\r\n")
@@ -57,8 +58,8 @@ def parse_sentences(lines: Iterable[bytes], file: Path) -> Iterator[dict[str, li
         tags.append(columns[-1])
         if len(words) > MAX_WORDS:
             raise TaskError(
-                f'task.data: expected at most {MAX_WORDS:,} words in a sentence of "{file}", found more before line '
-                f"{number:,}; put an empty line between sentences"
+                f'task.data: the sentence before line {number:,} of "{file}" has more than {MAX_WORDS:,} words; '
+                "put an empty line between sentences"
             )
     if words:
         yield _sentence(words, tags, width, number, file)
@@ -67,7 +68,7 @@ def parse_sentences(lines: Iterable[bytes], file: Path) -> Iterator[dict[str, li
 
 
 def describe_conll(lines: Iterable[bytes]) -> str:
-    """Return how the columns of a file with these lines are read; "" if there are no lines."""
+    """Describe how the columns of a file with these lines are read; "" if there are no lines."""
     for line in lines:
         text = line.decode("utf-8").strip("\r\n")
         if text.strip(_SPACE) and not _begins_document(text):
@@ -97,6 +98,6 @@ def _sentence(words: list[str], tags: list[str], width: int, line: int, file: Pa
 
 def _no_words(found: str, file: Path) -> TaskError:
     return TaskError(
-        f'task.data: expected words in the first column of "{file}", found {found}; write the words into the first '
+        f'task.data: expected words in the first column of "{file}", found {found}; put the words into the first '
         "column, and the tags into the last"
     )

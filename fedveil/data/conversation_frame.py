@@ -1,12 +1,12 @@
 """The text around the turns of a conversation, from a base's chat template.
 
-As in `prompt_template`, the template renders placeholders, once per number of turns, and no example passes
-through the template.
+As in `prompt_template`, the template renders only placeholders, once for each number of turns; no example passes
+through it.
 
 | part | content |
 |---|---|
 | prompt for the last answer | exactly the template's rendering of the turns before it with add_generation_prompt |
-| an answer trained on | begins where the prompt for the answer ends or, if the template writes earlier answers |
+| an answer that is trained on | begins where the prompt for it ends or, if the template writes earlier answers |
 | | differently (without a thought), where its own text begins |
 | | ends with the end-of-turn token or, if the template writes none, where its own text ends |
 """
@@ -47,8 +47,8 @@ class ConversationFrame:
     def fill(self, source: Conversation, target: str) -> MarkedText:
         """Return the text of a conversation.
 
-        Its marks are the start and end of each earlier answer that is trained on, the start and end of the last
-        question, and the start of the last answer.
+        It marks the start and end of each earlier answer that is trained on, the start and end of the last question,
+        and the start of the last answer.
         """
         text, places = "", list[tuple[int, int]]()
         turns = (*source.texts, target)
@@ -94,7 +94,7 @@ def conversation_frame(
     trims = _trims(gaps, padded, refusal)
     behind, stop = find_turn_end(gaps[-1], tokenizer)
     if (stop is None) != bool(single.end) or (stop is not None and stop != single.stop):
-        raise refusal(f"{kind} that ends an answer as after one question", sanitize(gaps[-1], 200))
+        raise refusal(f"{kind} that ends an answer in the same way as after one question", sanitize(gaps[-1], 200))
     last = gaps[-1].rstrip() if stop is None else behind
     leads, at = list[int](), 0
     for i, (gap, role) in enumerate(zip(gaps, (*roles, ""), strict=True)):

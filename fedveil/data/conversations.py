@@ -83,20 +83,20 @@ def read_conversation(value: object) -> tuple[Conversation, str]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise ConversationError(f"expected a list of turns, found {describe_value(value)}")
     if len(value) > MAX_TURNS:
-        raise ConversationError(f"expected at most {MAX_TURNS} turns, found {len(value):,}")
+        raise ConversationError(f"it has {len(value):,} turns, but at most {MAX_TURNS} are allowed")
     if not value:
-        raise EmptyTurnError("expected a list of turns, found an empty list")
+        raise EmptyTurnError("the list of turns is empty")
     form = _form_of(value[0])
     turns = [_turn(turn, form, number, number == len(value)) for number, turn in enumerate(value, start=1)]
     system = turns.pop(0)[1] if turns[0][0] == "system" else ""
     for at, (role, _) in enumerate(turns):
         if role != ("user", "assistant")[at % 2]:
             expected, number = ("user", "assistant")[at % 2], len(value) - len(turns) + at + 1
-            raise ConversationError(f"expected turn {number} to be the {expected}'s, found the {role}'s")
+            raise ConversationError(f"turn {number} must be the {expected}'s, but is the {role}'s")
     unanswered = len(turns) % 2 == 1
     answered = turns[:-1] if unanswered else turns
     if not answered:
-        raise EmptyTurnError("expected an answer of the assistant, found none")
+        raise EmptyTurnError("the assistant gives no answer")
     texts = [text for _, text in answered]
     exchanges = tuple(zip(texts[::2], texts[1::2], strict=True))
     question, target = exchanges[-1]
@@ -120,12 +120,12 @@ def _turn(turn: object, form: str, number: int, is_last: bool) -> tuple[str, str
         raise ConversationError(f"expected an object as turn {number}, found {describe_value(turn)}")
     for key in _UNSUPPORTED:
         if turn.get(key) not in (None, [], ""):
-            raise ConversationError(f'expected no "{key}" in turn {number}, found {describe_value(turn[key])}')
+            raise ConversationError(f'turn {number} has "{key}", which is not supported: {describe_value(turn[key])}')
     said = turn.get(role_key)
     role = _ROLES.get(said) if isinstance(said, str) else None
     if role is None or (form == "OpenAI" and said in _SHAREGPT_ROLES):
         known = "system, user or assistant" if form == "OpenAI" else "system, human, user, gpt or assistant"
-        raise ConversationError(f'expected {known} as "{role_key}" of turn {number}, found another role')
+        raise ConversationError(f'"{role_key}" of turn {number} must be {known}')
     text = _text_of(turn.get(text_key), text_key, number)
     if not text.strip() and not (is_last and role == "user"):
         raise EmptyTurnError(

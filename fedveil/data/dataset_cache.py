@@ -10,16 +10,16 @@ selected, the tokenizer, and the code.
 
 | case | what happens |
 |---|---|
-| the key differs in any part | a different set is used; this one is not read |
-| an incomplete or damaged set, or one that other users can access | it is removed and rebuilt |
+| any part of the key differs | the stored set is not used |
+| an incomplete or damaged set, or one that other users can access | the set is removed and rebuilt |
 | the process dies while writing | a .part file remains; no process reads it, and a later write removes it after an
   hour |
-| two processes build the same set | the first one to finish stores its set; the other uses its own |
-| more than KEPT sets | the least recently used are removed; a process that has one mapped can still use it |
+| two processes build the same set | the first process to finish stores its set; the other one uses its own |
+| more than KEPT sets | the least recently used sets are removed; a process that has mapped one can still use it |
 | the disk is full | StateError; nothing is stored |
 
-The SHA-256 digests detect damage. They do not protect against anyone who can write to the site's folder, because such
-a person could change the site's examples too.
+The SHA-256 digests detect damage. They do not protect against anyone who can write to the site's folder: such a person
+could also change the site's examples.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class DatasetCache:
                 or about["key"] != _plain(key)
                 or set(about["arrays"]) != set(self._kinds)
             ):
-                raise ValueError("another key, version or arrays")
+                raise ValueError("the key, version or arrays differ")
             mapped_arrays = {name: self._mapped(folder, name, about["arrays"][name]) for name in self._kinds}
             os.utime(folder)
             return mapped_arrays

@@ -7,7 +7,7 @@
 | otherwise WindowCenter and WindowWidth | the first window, by its VOILUTFunction, as the standard defines it |
 | otherwise | scaled by the range of the stored bits, like a PNG with its sBIT; a value outside it is refused |
 | MONOCHROME1 | inverted |
-| RGB, YBR_FULL, YBR_FULL_422 with 8 bits | RGB; a JPEG whose markers contradict each other or these is refused |
+| RGB, YBR_FULL, YBR_FULL_422 with 8 bits | RGB; a JPEG whose markers contradict each other or these colors is refused |
 | no PixelRepresentation; gray with more than `gray_values.MOST_PIXELS` pixels | refused |
 | several frames | the first one |
 | any other color, lookup tables, values per frame | refused |
@@ -72,7 +72,7 @@ class DicomHeader:
 
     @property
     def is_gray(self) -> bool:
-        """Return whether a pixel is one gray value."""
+        """Return whether the image is gray, with one value per pixel."""
         return self.photometric in _GRAY
 
     def stored_range(self) -> tuple[float, float]:
@@ -136,7 +136,7 @@ def decode_dicom(image: bytes, window: tuple[float, float] | None) -> Any:
 
 
 def _apply_own_window(values: np.ndarray, center: float, width: float, function: str) -> np.ndarray:
-    """Return rescaled values as values from 0 to 1 by PS3.3 C.11.2."""
+    """Map rescaled values to the range from 0 to 1, as PS3.3 C.11.2 specifies."""
     if function == "SIGMOID":
         return np.asarray(1 / (1 + np.exp(np.clip(-4 * (values - center) / width, -700, 700))))
     if function == "LINEAR":
@@ -145,9 +145,9 @@ def _apply_own_window(values: np.ndarray, center: float, width: float, function:
 
 
 def _open(image: bytes, with_pixels: bool) -> tuple[Any, str]:
-    """Return the data set with only `_ATTRIBUTES`, and the pixel data with `with_pixels`; and the transfer syntax.
+    """Return the data set with only `_ATTRIBUTES`, plus the pixel data if `with_pixels`, and the transfer syntax.
 
-    It is not read with dcmread, which would read the transfer syntax anew and inflate a deflated file, of any size.
+    This does not use dcmread, which would read the transfer syntax again and inflate a deflated file of any size.
     """
     _quiet_pydicom()
     stream = io.BytesIO(image)
@@ -183,7 +183,7 @@ def _read_syntax(stream: io.BytesIO) -> str:
     """Return the transfer syntax in the file's group 2; "" if it has none. The stream is left after that group.
 
     Raises:
-        ImageError: it has several, of which each reader would take another.
+        ImageError: the group has several transfer syntaxes, and different readers would choose different ones.
     """
     from pydicom.filereader import data_element_generator
 
@@ -309,14 +309,14 @@ def _decode_first_frame(dataset: Any, header: DicomHeader) -> np.ndarray:
 
 
 def _decode_marked_jpeg(data: bytes, header: DicomHeader) -> np.ndarray | None:
-    """Return the first frame of a JPEG that states its colors as RGB; None for any other JPEG.
+    """Return the first frame of a JPEG that declares its colors as RGB; None for any other JPEG.
 
-    It states them in an Adobe marker, or in components named R, G and B. Pillow then returns RGB by itself, which
-    pydicom would convert once more.
+    Such a JPEG has an Adobe marker, or components named R, G and B. Pillow then returns RGB, which pydicom would
+    convert a second time.
 
     Raises:
-        ImageError: it has another size than the header, of which pydicom compares only the number of pixels; or the
-            marker contradicts the rest of the file.
+        ImageError: its size differs from the header's (pydicom compares only the number of pixels), or the marker
+            contradicts the rest of the file.
     """
     from PIL import Image, UnidentifiedImageError
     from pydicom.encaps import get_frame

@@ -41,7 +41,7 @@ class TagSet:
 
     Attributes:
         tags: the IOB2 tags, by number.
-        is_given: whether task.class-names lists the complete tags, so that people chose their order.
+        is_given: whether task.class-names lists the complete tags, and so determines their order.
     """
 
     tags: tuple[str, ...]
@@ -56,23 +56,19 @@ class TagSet:
         """
         if not names:
             raise ConfigError(
-                "task.class-names: expected the names of all entities, separated by commas, in the same order for all "
-                "sites, or all tags of IOB2, found none; set it"
+                "task.class-names: set it to the names of all entities, or to all IOB2 tags, separated by commas "
+                "and in the same order for all sites"
             )
         if OUTSIDE not in names:
             if all(map(_TAG.fullmatch, names)):
-                raise ConfigError(
-                    'task.class-names: expected "O" among tags, found tags without it; add it, or give the names of '
-                    "the entities alone"
-                )
+                raise ConfigError('task.class-names: the tags lack "O"; add it, or give only the names of the entities')
             return TagSet(_tags_of(names), is_given=False)
         found = [_TAG.fullmatch(name) for name in names if name != OUTSIDE]
         whole = set(_tags_of([tag[2] for tag in found if tag]))
         if not found or whole != set(names):
             raise ConfigError(
-                'task.class-names: expected "O", and "B-" and "I-" of every entity, as in IOB2, found '
-                f"{len(names)} names with other tags or without some of these; correct them, or give the names of the "
-                "entities alone"
+                f'task.class-names: the {len(names)} names are not the complete IOB2 tags, which are "O", and "B-" '
+                'and "I-" for every entity; correct them, or give only the names of the entities'
             )
         return TagSet(tuple(names), is_given=True)
 
@@ -99,7 +95,7 @@ def convert_tags(tags: Sequence[str], scheme: str, entities: frozenset[str]) -> 
     """Convert the tags of a row to IOB2.
 
     Raises:
-        TagError: a tag is not in the scheme or not of a known entity, or the scheme does not allow it at its position.
+        TagError: a tag is not in the scheme or has an unknown entity, or the scheme does not allow it at its position.
     """
     last, alone = {"iobes": ("E", "S"), "bilou": ("L", "U")}.get(scheme, ("", ""))
     converted: list[str] = []
@@ -108,25 +104,24 @@ def convert_tags(tags: Sequence[str], scheme: str, entities: frozenset[str]) -> 
         found = _TAG.fullmatch(tag)
         mark, name = (found[1], found[2]) if found else (OUTSIDE, "")
         if tag != OUTSIDE and (found is None or mark not in _MARKS[scheme] or name not in entities):
-            raise TagError(f"a tag at word {number:,} that is not in task.class-names for {_named(scheme)}")
+            raise TagError(f"a tag at word {number:,} that does not belong to task.class-names under {_named(scheme)}")
         goes_on = mark in ("I", last) and name == before
         if is_open and not goes_on:
-            raise TagError(f"an entity that does not end before word {number:,}, as required by {_named(scheme)}")
+            raise TagError(f"an entity that does not end before word {number:,}, as {_named(scheme)} requires")
         if scheme == "iob1":
             is_right = mark != "B" or name == before
         else:
             is_right = mark not in ("I", last) or (goes_on and (not last or is_open))
         if not is_right:
-            kind = "a B tag" if mark == "B" else "a tag inside an entity"
+            kind = "a B tag at" if mark == "B" else "a tag that continues an entity at"
             raise TagError(
-                f"{kind} at word {number:,} that does not follow a tag of the same entity, "
-                f"as required by {_named(scheme)}"
+                f"{kind} word {number:,}, which no entity of that name precedes, as {_named(scheme)} requires"
             )
         starts = mark in ("B", alone) or (mark == "I" and not goes_on)
         converted.append(tag if mark == OUTSIDE else f"{'B' if starts else 'I'}-{name}")
         before, is_open = name, bool(last) and mark in "BI"
     if is_open:
-        raise TagError(f"an entity that does not end before the row does, as required by {_named(scheme)}")
+        raise TagError(f"an entity that does not end in the row, as {_named(scheme)} requires")
     return converted
 
 

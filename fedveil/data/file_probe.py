@@ -3,7 +3,7 @@
 | file | what is read |
 |---|---|
 | Parquet | the footer: the column names and the number of rows |
-| a text file of at most _MOST_BYTES | the whole file, in the same way as in a run |
+| a text file of at most _MOST_BYTES | the whole file, just as in a run |
 | a longer or compressed text file | the rows within its first _MOST_BYTES |
 """
 
@@ -29,7 +29,7 @@ _AT_ONCE = 64  # rows, which may be images
 
 @dataclass(frozen=True)
 class FileProbe:
-    """The number of examples read from the files of a split, and whether the files have no others."""
+    """The number of examples read from a split's files, and whether these are all the examples."""
 
     rows: int
     is_whole: bool
@@ -45,7 +45,7 @@ def probe_files(
 ) -> FileProbe:
     """Count the rows in a split's files and check the columns.
 
-    Raises TaskError like `tables.read_table`, for the part that was read.
+    Raises TaskError like `tables.read_table`, but only for the part that was read.
     """
     if not is_columnar(files[0]) and is_small(files):
         return FileProbe(len(tables.read_table(files, columns, texts=texts, only=(*columns, *others))), True)
@@ -58,7 +58,7 @@ def probe_files(
         if not is_all:
             break
     if not count:
-        raise TaskError(f'task.data: expected at least one row in "{files[0]}", found none; add rows')
+        raise TaskError(f'task.data: "{files[0]}" has no rows; add some')
     return FileProbe(count, is_whole)
 
 
@@ -76,15 +76,15 @@ def first_rows(file: Path, column: str, most: int) -> Iterator[tuple[Any, int]]:
 def undecodable(file: Path, columns: Sequence[str]) -> TaskError:
     """Return the error for values in a columnar file that Python cannot represent. It does not quote any value."""
     return TaskError(
-        f'task.data: cannot read {" and ".join(columns)} of the split with "{file}": a text is not UTF-8, or a date '
-        "lies beyond the year 9999; correct it"
+        f'task.data: cannot read {" and ".join(columns)} of the split with "{file}": a text is not UTF-8, or a '
+        "date is after the year 9999; correct it"
     )
 
 
 def _decoded(part: pyarrow.Table, file: Path, column: str) -> list[Any]:
     try:
         return list(part.column(0).to_pylist())
-    except (ValueError, OverflowError):  # whose text may quote a value
+    except (ValueError, OverflowError):  # its text may quote a value
         raise undecodable(file, (column,)) from None
 
 

@@ -8,8 +8,8 @@ __all__ = ["ImageError", "RangeError", "apply_range", "apply_window", "name_rang
 
 INVERTED = "inverted, because 0 is white"
 FIRST_FRAME = "first of several frames"
-MOST_PIXELS = 1 << 25  # of a gray DICOM or NIfTI image: a pixel takes about 32 bytes while its values are scaled
-LARGEST = 1e15  # of a number in a header: with more, its products with pixels could overflow
+MOST_PIXELS = 1 << 25  # maximum for a gray DICOM or NIfTI image, where scaling takes about 32 bytes per pixel
+LARGEST = 1e15  # maximum of a number in a header; products of larger numbers with pixels could overflow
 
 
 class ImageError(Exception):
@@ -30,21 +30,21 @@ class RangeError(ImageError):
 def require_size(pixels: int) -> None:
     """Raise ImageError for more than `MOST_PIXELS` pixels."""
     if pixels > MOST_PIXELS:
-        raise ImageError(f"it has more than {MOST_PIXELS:,} gray pixels", "save it smaller, or in pieces")
+        raise ImageError(f"it has more than {MOST_PIXELS:,} gray pixels", "reduce its size, or divide it")
 
 
 def name_range(low: float, high: float, kind: str = "grey") -> str:
-    """Return the name of the conversion that `apply_range` makes."""
+    """Return a name for the conversion that `apply_range` makes."""
     return f"{kind} from {low:g} to {high:g} scaled to 8 bits"
 
 
 def name_window(low: float, high: float) -> str:
-    """Return the name of the conversion that `apply_window` makes with task.image-window."""
+    """Return a name for the conversion that `apply_window` makes with task.image-window."""
     return f"grey window from {low:g} to {high:g} to 8 bits"
 
 
 def apply_range(values: np.ndarray, low: float, high: float) -> np.ndarray:
-    """Return gray values, float64, as values from 0 (`low`) to 1 (`high`).
+    """Map gray values to float64 values from 0 (at `low`) to 1 (at `high`).
 
     Raises:
         RangeError: the range is empty, or a value is not finite or lies outside the range.
@@ -52,12 +52,12 @@ def apply_range(values: np.ndarray, low: float, high: float) -> np.ndarray:
     if not low < high:
         raise RangeError("its declared range is empty")
     if not np.isfinite(values).all() or values.min() < low or values.max() > high:
-        raise RangeError(f"it has values outside of its declared range from {low:g} to {high:g}")
+        raise RangeError(f"it has values outside its declared range from {low:g} to {high:g}")
     return np.asarray((values - low) / (high - low))
 
 
 def apply_window(values: np.ndarray, low: float, high: float) -> np.ndarray:
-    """Return gray values, float64, as values from 0 (up to `low`) to 1 (from `high`); equal bounds are a threshold.
+    """Map gray values to float64 values from 0 (up to `low`) to 1 (from `high` on); equal bounds act as a threshold.
 
     Raises:
         RangeError: a value is not finite.

@@ -8,7 +8,7 @@
   the maximum in a PGM file |
 | floats | scaled by SMinSampleValue and SMaxSampleValue (TIFF); refused if these are missing |
 | a value outside the declared range | refused rather than clipped |
-| the two above with task.image-window | scaled by the window; values beyond it are black or white |
+| either of the two above, with task.image-window | scaled by the window; values beyond it are black or white |
 | WhiteIsZero (TIFF) | inverted |
 | a palette, CMYK, YCbCr, LAB | converted to RGB |
 | alpha, or a transparent color | composited on white |
@@ -39,10 +39,10 @@ _BITS, _PHOTOMETRIC, _MAX_SAMPLE, _FORMAT, _FLOAT_MIN, _FLOAT_MAX = 258, 262, 28
 _WHITE_IS_ZERO, _UNSIGNED = 0, 1
 _ORIENTATION = 0x0112  # an EXIF tag
 _SIGNIFICANT_BITS = "sBIT"  # a PNG chunk
-_DEEP = ("I", "F")  # the first letter of Pillow's modes with more than 8 bits
+_DEEP = ("I", "F")  # the first letters of Pillow's modes with more than 8 bits
 _ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
 _COLORS = ("CMYK", "YCbCr", "LAB", "HSV")
-_MOST_NAMES = 12  # in a description: each range is a name of its own
+_MOST_NAMES = 12  # in a description, because each range has a name of its own
 
 Window = tuple[float, float]  # the gray values for black and white
 
@@ -51,7 +51,7 @@ def decode_image(image: bytes, where: str, mode: str = "RGB", window: Window | N
     """Decode the image to Pillow's mode `mode`, "RGB" or "L"; `window` is that of task.image-window.
 
     Raises:
-        TaskError: the image does not decode, declares no range, or has values outside its range.
+        TaskError: the image cannot be decoded, declares no range, or has values outside its range.
     """
     try:
         if dicom_images.is_dicom(image):
@@ -69,7 +69,8 @@ def image_conversions(image: bytes, where: str, window: Window | None = None) ->
     """Return the names of the conversions that `decode_image` would make, from the image header.
 
     Raises:
-        TaskError: the header isn't an image header. The remaining bytes are checked when the image is decoded.
+        TaskError: the file does not begin with an image header. The remaining bytes are checked when the image is
+            decoded.
     """
     try:
         if dicom_images.is_dicom(image):
@@ -135,7 +136,7 @@ def _conversions(opened: Any, window: Window | None) -> tuple[str, ...]:
 
 
 def _declared_range(opened: Any) -> tuple[float, float]:
-    """Return the pixel values for black and white, from the file header."""
+    """Return the pixel values of black and white that the file header declares."""
     tags = getattr(opened, "tag_v2", None)
     if tags is None:
         if opened.format == "PNG":
@@ -199,7 +200,10 @@ def _is_unsigned_32(tags: Any) -> bool:
 
 
 def _undecodable(where: str, error: Exception) -> TaskError:
-    """Return the error for an image that does not decode. Pillow's error text is not used: it may quote file bytes."""
+    """Return the error for an image that cannot be decoded.
+
+    Pillow's error text is not used, because it may quote bytes of the file.
+    """
     from PIL import Image, UnidentifiedImageError
 
     remedy = "correct or drop the row"

@@ -26,7 +26,7 @@ __all__ = ["image_bytes"]
 
 _Out = TypeVar("_Out")
 KEPT_BYTES = 1 << 30  # for decoded images; beyond it, images are decoded again for every batch that contains them
-_MOST_ENDINGS = 8  # named in a message
+_MOST_ENDINGS = 8  # maximum number named in a message
 
 
 @dataclass
@@ -37,7 +37,7 @@ class DecodeMemoryLimit:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def holds(self, nbytes: int) -> bool:
-        """Reserve `nbytes`; return whether they were still available."""
+        """Reserve `nbytes` if they are still available; return whether they were."""
         with self._lock:
             self.left -= nbytes
             return self.left >= 0
@@ -73,7 +73,7 @@ def image_bytes(example: Example, column: str) -> bytes:
 
 
 def note_conversions(images: Sequence[tuple[str, ...]]) -> None:
-    """Note how many images are converted, and how; see `image_decoding`."""
+    """Add a note on how many images are converted, and how; see `image_decoding`."""
     if converted := sum(map(bool, images)):
         said = image_decoding.describe_conversions(images)
         note(f"{converted} of {len(images)} images are converted: {said}")
@@ -130,12 +130,12 @@ def class_folder(data: Path, split: str) -> Path | None:
 
 
 def locate_pictures(table: DatasetTable, column: str) -> DatasetTable:
-    """Return the table with image names replaced by paths relative to its folder; see `picture_paths`."""
+    """Return the table with its image names replaced by paths relative to its folder; see `picture_paths`."""
     if getattr(table.rows.features[column], "dtype", "") not in ("string", "large_string"):
         return table
     try:
         names = list(table.rows.select(range(min(picture_paths.NAMES, len(table.rows))))[column])  # else read later
-    except (ValueError, OverflowError):  # text that is not UTF-8; the error raised when the row is read says where
+    except (ValueError, OverflowError):  # text that is not UTF-8; reading the row later raises an error that says where
         return table
     found = picture_paths.find_pictures(names, column, Path(table.folder))
     if found is None:
@@ -145,18 +145,18 @@ def locate_pictures(table: DatasetTable, column: str) -> DatasetTable:
 
 
 def _read_path(path: str, example: Example, column: str) -> bytes:
-    """Return the content of the file at a row's path. No message names the path, because it is a row value.
+    """Return the content of the file at a row's path. Messages never contain the path, because it is a row value.
 
     Links in the folder are followed, because the site placed them there. The path itself must not leave the folder.
     """
-    reason = "the path leaves the folder of the data"
+    reason = "the path leads outside the data folder"
     folder = Path(example.folder).absolute()
     if ".." not in Path(path).parts and (folder / path).is_relative_to(folder):
         try:
             file = folder / path
             if stat.S_ISREG(file.stat().st_mode):
                 return file.read_bytes()
-            reason = "it is not a file"
+            reason = "it does not lead to a file"
         except OSError as error:
             reason = error.strerror or type(error).__name__
         except ValueError:
@@ -181,10 +181,10 @@ class ClassFolders:
     unread: tuple[Path, ...]
 
     def describe_unread(self) -> str:
-        """Return how many files are not read, by file extension; "" if all are read."""
+        """Describe how many files are not read, by file extension; "" if all files are read."""
         endings = Counter(file.suffix or "no ending" for file in self.unread)
         said = ", ".join(f"{ending} ({count:,})" for ending, count in endings.most_common(_MOST_ENDINGS))
-        return f"{len(self.unread):,} files not read: {said}" if self.unread else ""
+        return f"{len(self.unread):,} files were not read: {said}" if self.unread else ""
 
 
 def scan_class_folders(folder: Path) -> ClassFolders:

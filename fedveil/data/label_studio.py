@@ -7,7 +7,8 @@ The short export, JSON-MIN, already has this form. The full export is recognized
 |---|---|
 | id | the column id, unless data has a column id |
 | data | its columns |
-| the labels of the one annotation, by from_name | lists of {start, end, text, labels}, in columns named by from_name |
+| the labels of the only annotation, by from_name | lists of {start, end, text, labels}, in a column for each
+  from_name |
 | relations, predictions, an annotation with was_cancelled | not read |
 
 Errors name the file and the row. They may name a column, because column names come from the project template and are
@@ -25,7 +26,7 @@ from fedveil.errors import TaskError
 
 __all__ = ["flatten_rows", "is_export"]
 
-_MAX_NAMES = 100  # of kinds of labels: each is a column of every row
+_MAX_NAMES = 100  # maximum number of kinds of labels, each of which is a column in every row
 
 
 def is_export(rows: Sequence[object]) -> bool:
@@ -35,7 +36,7 @@ def is_export(rows: Sequence[object]) -> bool:
 
 
 def _annotations_of(row: object) -> list[Any] | None:
-    """Return the annotations of a task; None for a row that is none."""
+    """Return the annotations of a task; None for a row that is not a Label Studio task."""
     if not isinstance(row, dict) or not isinstance(row.get("data"), dict):
         return None
     done = row.get("annotations")
@@ -54,16 +55,16 @@ def flatten_rows(rows: Sequence[Mapping[str, Any]], file: Path) -> list[dict[str
     names = dict.fromkeys(name for result in results for name in result)
     if len(names) > _MAX_NAMES:
         raise TaskError(
-            f'task.data: expected at most {_MAX_NAMES} kinds of labels (from_name) in "{file}", found {len(names):,}; '
-            "export the tasks of one project"
+            f'task.data: "{file}" has {len(names):,} kinds of labels (from_name), but at most {_MAX_NAMES} are '
+            "allowed; export the tasks of a single project"
         )
     flat = []
     for number, (row, result) in enumerate(zip(rows, results, strict=True), start=1):
         columns = {"id": row.get("id"), **row["data"]}
         if any(name in columns for name in names):
             raise TaskError(
-                f'task.data: expected other names of columns in the data of row {number} of "{file}" than those of '
-                "its labels (from_name), found one name for both; rename the column"
+                f'task.data: in row {number} of "{file}", a column of the data and a kind of label (from_name) '
+                "have the same name; rename the column"
             )
         flat.append(columns | {name: result.get(name, []) for name in names})
     return flat
@@ -90,8 +91,8 @@ def _results_of(row: Mapping[str, Any], number: int, file: Path) -> dict[str, li
         name, value = entry.get("from_name"), entry.get("value")
         if not isinstance(name, str) or not isinstance(value, dict):
             raise TaskError(
-                f'task.data: expected a from_name and a value of every label in row {number} of "{file}", found a '
-                "label without; export the project again"
+                f'task.data: a label in row {number} of "{file}" lacks its from_name or its value; export the '
+                "project again"
             )
         found.setdefault(name, []).append(value)
     return found

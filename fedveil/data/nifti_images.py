@@ -7,12 +7,13 @@
 | scl_slope, scl_inter | applied |
 | task.image-window | applied to the rescaled values; values beyond it are black or white |
 | otherwise cal_min and cal_max | the display window that they define; values beyond it are black or white |
-| otherwise 8-bit unsigned values that are not rescaled | the same; all others are refused, as they declare no range |
+| otherwise 8-bit unsigned values that are not rescaled | the same; all other values are refused, because they declare
+  no range |
 | several volumes, colors, complex numbers, a header without its data, a slice with more than
   `gray_values.MOST_PIXELS` pixels | refused |
 
-Only numbers of the fixed header and the slice are used. Texts and extensions, which may name the patient, are not read.
-A gzipped file is inflated only as far as its header requires, after the size in the header is checked.
+Only the numbers in the fixed header and the slice are used. Texts and extensions, which may name the patient, are not
+read. A gzipped file is inflated only as far as its header requires, after the size in the header is checked.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from fedveil.data.quiet_packages import quiet_package
 __all__ = ["decode_nifti", "is_nifti", "nifti_conversions"]
 
 _GZIP = b"\x1f\x8b"
-_HEADERS = (348, 540)  # bytes of the header of NIfTI-1 and NIfTI-2
+_HEADERS = (348, 540)  # bytes in the headers of NIfTI-1 and NIfTI-2
 _MOST_BYTES = 1 << 31  # of a volume
 _PIECE = 1 << 20
 _DAMAGED = "it is damaged or cut off"
@@ -41,7 +42,7 @@ _DAMAGED = "it is damaged or cut off"
 
 @dataclass(frozen=True)
 class NiftiHeader:
-    """The fields that determine how a slice is decoded; `window` is that of cal_min and cal_max."""
+    """The fields that determine how a slice is decoded; `window` is (cal_min, cal_max)."""
 
     offset: int
     shape: tuple[int, int, int]
@@ -178,7 +179,7 @@ def _read_slice(image: bytes, header: NiftiHeader) -> np.ndarray:
         data = stream.read(size)
         if len(data) < size:
             raise ImageError(_DAMAGED)
-        _skip(stream, (slices - 1 - slices // 2) * size)  # to see that it is whole
+        _skip(stream, (slices - 1 - slices // 2) * size)  # to check that the file is complete
     return np.frombuffer(data, header.dtype).reshape(rows, columns)
 
 

@@ -1,4 +1,4 @@
-"""Rows and batches for your own model: a data set item is read when a batch needs it."""
+"""Rows and batches for your own model. An item of the data set is read only when a batch needs it."""
 
 from __future__ import annotations
 
@@ -38,15 +38,14 @@ class OwnRow:
 
 @final
 class OwnRows(Sequence[OwnRow]):
-    """The rows of the examples, in order; a slice is a list."""
+    """The rows of the examples, in order; slicing returns a list."""
 
     def __init__(self, examples: Examples) -> None:
         rows = []
         for example in examples:
             if not isinstance(example, OwnExample):
                 raise TaskError(
-                    f"examples: expected rows of the own model's dataset(), found {example.where}; use those of "
-                    "`Task.examples`"
+                    f"examples: {example.where} is not a row of your model's dataset(); use the rows of `Task.examples`"
                 )
             rows.append(OwnRow(example.dataset, int(example.values["row"]), example.where))
         self._rows = rows
@@ -66,7 +65,7 @@ class OwnRows(Sequence[OwnRow]):
 
 @dataclass(frozen=True)
 class OwnBatch:
-    """A batch of `count` rows from the file's collate(); the row losses are the terms of a mean."""
+    """A batch of `count` rows from the file's collate(); the loss is a mean over these rows."""
 
     content: Any
     count: int
@@ -78,7 +77,7 @@ class OwnBatch:
 
     @property
     def tokens(self) -> int:
-        """Return 0: FedVeil does not know the tokens of your own model."""
+        """Return 0, because FedVeil does not know the tokens of your own model."""
         return 0
 
     def pinned(self) -> OwnBatch:

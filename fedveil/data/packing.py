@@ -1,8 +1,8 @@
-"""Packing of several short examples into one sequence: training steps on the same examples, with less padding.
+"""Packing of several short examples into one sequence, for training steps on the same examples with less padding.
 
 Attention stays within an example. Positions restart at each example, and no mask is passed: for the model families in
 FAMILIES, transformers derives the block mask from the positions. Tests compare the loss and gradient of packed and
-unpacked examples. Each padding token is treated as a separate example that does not count.
+unpacked examples. Each padding token is treated as a separate example that is not counted.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ def check_packing(family: str, name: str) -> None:
     """Raise ConfigError unless models of this family keep packed examples separate; `name` is the model's name."""
     if family not in FAMILIES:
         raise ConfigError(
-            f"train.packing: expected a model of one of the families {', '.join(FAMILIES)}, in which attention is "
-            f'known to stay within one example, found "{family}" ({name}); set train.packing = false, or use '
-            "train.bucketing"
+            "train.packing: attention is known to stay within one example only in the families "
+            f'{", ".join(FAMILIES)}, not in "{family}" ({name}); set train.packing = false, or use train.bucketing'
         )
 
 

@@ -57,8 +57,10 @@ def partition_indices(rows: Dataset, share: DatasetShard, task: TaskConfig, seed
             "each with its own index"
         )
     if len(rows) < share.count:
-        raise TaskError(f"task.data: expected at least one row per site ({share.count}), found {len(rows)}; add rows")
-    # The partitioners get a separate table, so that no user column is mistaken for one of their own.
+        raise TaskError(
+            f"task.data: {len(rows)} rows are too few for {share.count} sites; add rows, or use fewer sites"
+        )
+    # The partitioners get a separate table, so that they cannot mistake a user's column for one of their own.
     table = Dataset.from_dict({_INDEX: range(len(rows))})
     if task.partition == "iid":
         part = _load(_partitioner([], share, task, seed), table.shuffle(seed=seed), share, task)
@@ -73,15 +75,15 @@ def partition_indices(rows: Dataset, share: DatasetShard, task: TaskConfig, seed
 
 
 def example_labels(rows: Dataset, task: TaskConfig) -> list[str]:
-    """Return the label of each row: its value in task.label-column, or the group that task.label-pattern matches in it.
+    """Return each row's label: its value in task.label-column, or the part that task.label-pattern captures.
 
     Raises:
         TaskError: the column is missing, or the pattern is not a regular expression with one group.
     """
     if task.label_column not in rows.column_names:
         raise TaskError(
-            f'task.label-column: expected a column of the data, found "{task.label_column}"; '
-            f"it has {', '.join(rows.column_names)}"
+            f'task.label-column: the data has no column "{task.label_column}"; its columns are '
+            f"{', '.join(rows.column_names)}"
         )
     values = ["" if value is None else str(value) for value in rows[task.label_column]]
     if not task.label_pattern:
@@ -89,9 +91,7 @@ def example_labels(rows: Dataset, task: TaskConfig) -> list[str]:
     try:
         pattern = re.compile(task.label_pattern)
     except re.error as error:
-        raise TaskError(
-            f'task.label-pattern: expected a regular expression, found "{task.label_pattern}" ({error})'
-        ) from None
+        raise TaskError(f'task.label-pattern: "{task.label_pattern}" is not a regular expression ({error})') from None
     if pattern.groups != 1:
         raise TaskError(
             f"task.label-pattern: expected one group in parentheses, found {pattern.groups} "
@@ -105,8 +105,8 @@ def _dealt(found: list[str], share: DatasetShard) -> list[str]:
     distinct = sorted(set(found))
     if len(distinct) < share.count:
         raise TaskError(
-            f"task.partition natural: expected at least {share.count} labels for {share.count} sites, found "
-            f"{len(distinct)}; use fewer sites, another task.label-column, or another partition"
+            f"task.partition natural: {len(distinct)} labels are too few for {share.count} sites; use fewer sites, "
+            "another task.label-column, or another partition"
         )
     group = {label: f"{position % share.count:09d}" for position, label in enumerate(distinct)}
     return [group[label] for label in found]
@@ -123,8 +123,9 @@ def _apart(found: list[str], share: DatasetShard, seed: int) -> list[str]:
     run = round(len(distinct) / share.count)
     if run == 0 or run * (share.count - 1) >= len(distinct):
         raise TaskError(
-            f"task.partition pathological: expected at least {max(1, run)} labels for every site and one for the "
-            f"last of {share.count}, found {len(distinct)} in total; use fewer sites, or set task.classes-per-site"
+            f"task.partition pathological: {len(distinct)} labels are too few for {share.count} sites, of which "
+            f"all but the last need {max(1, run)} and the last needs one; use fewer sites, or set "
+            "task.classes-per-site"
         )
     group = {label: f"{min(position // run, share.count - 1):09d}" for position, label in enumerate(distinct)}
     return [group[label] for label in found]
@@ -151,9 +152,9 @@ def _partitioner(found: list[str], share: DatasetShard, task: TaskConfig, seed: 
             reached = share.count + task.classes_per_site - 1
             if reached < distinct:
                 raise TaskError(
-                    f"task.partition pathological: expected a site for each of {distinct} labels, found "
-                    f"{share.count} sites with {task.classes_per_site} labels each, which cover {reached}; raise "
-                    f"task.classes-per-site to {distinct - share.count + 1} or narrow task.label-pattern"
+                    f"task.partition pathological: {share.count} sites with {task.classes_per_site} labels each "
+                    f"cover only {reached} of the {distinct} labels; raise task.classes-per-site to "
+                    f"{distinct - share.count + 1} or narrow task.label-pattern"
                 )
             return PathologicalPartitioner(share.count, _LABEL, task.classes_per_site, "deterministic", seed=seed)
         case "natural":
@@ -162,20 +163,18 @@ def _partitioner(found: list[str], share: DatasetShard, task: TaskConfig, seed: 
 
 def _load(partitioner: Partitioner, rows: Dataset, share: DatasetShard, task: TaskConfig) -> Dataset:
     partitioner.dataset = rows
-    # flwr-datasets warns at each Dirichlet draw that leaves a site empty, then draws again; it raises the last failure.
-    # The natural partitioner writes a progress bar to stderr.
+    # flwr-datasets warns about each Dirichlet draw that leaves a site empty, and draws again; it raises the last
+    # failure. The natural partitioner writes a progress bar to stderr.
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.filterwarnings("ignore", module=r"flwr_datasets\.", category=UserWarning)
         warnings.filterwarnings("ignore", message="The specified min_partition_size", category=UserWarning)
         try:
             part = partitioner.load_partition(share.index)
-        except ValueError:  # its text may quote a label, which is a row value
+        except ValueError:  # the error text may quote a label, which is a row value
             raise TaskError(
                 f"task.partition {task.partition}: the labels do not allow at least one row for each of "
                 f"{share.count} sites; raise task.alpha, or use fewer sites"
             ) from None
     if not len(part):
-        raise TaskError(
-            f"task.partition {task.partition}: expected rows for site {share.index}, found none; use fewer sites"
-        )
+        raise TaskError(f"task.partition {task.partition}: site {share.index} gets no rows; use fewer sites")
     return part

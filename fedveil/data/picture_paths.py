@@ -1,10 +1,12 @@
-"""Find the images that a table next to an image folder names: their folder, and a file extension that the names omit.
+"""Find the images that a table next to an image folder names: their folder, and the file extension if the names omit
+it.
 
     train.csv       image,label         "0001" or "0001.png"
     images/0001.png
 
 The first names in the column are looked up in the table's folder and in each folder directly inside it, as is and with
-each image file extension. If exactly one place has all of them, it is used; several places are refused.
+each image file extension. If exactly one place has all of them, that place is used. If several places do, the table is
+refused.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ class PicturePaths:
 
     def describe(self) -> str:
         """Return the location as text for a note."""
-        place = f'in the folder "{self.folder}"' if self.folder else "beside the file"
-        return f"{place}, with the ending {self.ending}" if self.ending else place
+        place = f'in the folder "{self.folder}"' if self.folder else "next to the file"
+        return f"{place}, with the extension {self.ending}" if self.ending else place
 
     def path_of(self, name: object) -> object:
         """Return an image name as a path relative to the table's folder; return other values as is."""
@@ -80,7 +82,7 @@ def find_pictures(values: Iterable[object], column: str, folder: Path) -> Pictur
     found = [place for place in _places(folder, names) if _has_all(folder, place, names)]
     if len(found) > 1:
         raise TaskError(
-            f'task.data: expected one place with the pictures that column "{column}" names in "{folder}", found '
+            f'task.data: the pictures that column "{column}" names in "{folder}" are in several places: '
             f"{' and '.join(place.describe() for place in found[:4])}; write their paths into the column"
         )
     return found[0] if found else None

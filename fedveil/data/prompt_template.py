@@ -7,11 +7,11 @@ with placeholders for the texts and with limits on input and output. No example 
 |---|---|
 | prompt | exactly the template's rendering of the user's message with add_generation_prompt |
 | answer | the rest of the rendering of both messages, up to the token that ends the turn |
-| end of the turn | the first added token after the target; else the token that begins the next user message, if the
-  base stops there (GLM); else the tokenizer's end token |
+| end of the turn | the first added token after the target; otherwise the token that begins the next user message, if
+  the base stops there (GLM); otherwise the tokenizer's end token |
 
-A template whose conversation does not begin with its own prompt is refused: the model would be trained on one prompt
-and queried with a different one. A template may trim the texts; a template that changes them in any other way is
+A template whose conversation does not begin with its own prompt is refused, because the model would be trained on one
+prompt and queried with another. A template may trim the texts; a template that changes them in any other way is
 refused.
 """
 
@@ -29,7 +29,7 @@ from fedveil.sanitize import sanitize
 SEPARATOR = "\n"
 _MOST = 1 << 16  # characters in a template, and in its output
 _SOURCE, _TARGET = 'fedVeil0 \n\n <source> & "it\'s"', 'fedVeil0 \n\n <target> & "it\'s"'
-LEFT, RIGHT = "\n\t ", " \t\n"  # added around text to see what a template trims
+LEFT, RIGHT = "\n\t ", " \t\n"  # added around a text to find out what a template trims
 TRIMS: tuple[str | None, ...] = ("", "\n", None)  # characters that templates trim; None: all whitespace
 _NEXT = "fedVeil0next"
 
@@ -154,7 +154,7 @@ def frame_of(
 def render_messages(
     processor: Any, messages: Sequence[Mapping[str, Any]], asks: bool, expected: str, refusal: Refusal
 ) -> str:
-    """Return the messages as the chat template renders them, followed by a prompt for an answer if `asks`.
+    """Render the messages with the chat template, followed by a prompt for an answer if `asks`.
 
     Raises the error from `refusal`, with the text `expected`, if the template raises any error or renders too much.
     """
@@ -174,7 +174,7 @@ def _render(processor: Any, messages: Sequence[Mapping[str, Any]], asks: bool, r
 
 
 def find_turn_end(after: str, tokenizer: Any) -> tuple[str, int | None]:
-    """Return the text after the target through the first added token, and that token; else all of it, and None."""
+    """Return the text after the target through the first added token, and that token; else all text and None."""
     found = []
     for token, added in tokenizer.added_tokens_decoder.items():
         if added.content and (at := after.find(added.content)) >= 0:

@@ -13,7 +13,7 @@ __all__ = ["quiet_package"]
 def quiet_package(name: str, *loggers: str) -> None:
     """Ignore a package's warnings and log lines from now on, in all threads; `loggers` are its other loggers.
 
-    Not by catch_warnings, which is not safe in threads.
+    This does not use catch_warnings, which is not thread-safe.
     """
     for each in (name, *loggers):
         logging.getLogger(each).setLevel(logging.CRITICAL + 1)

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 
 __all__ = ["MAX_NOTES", "collect_notes", "note"]
 
-MAX_NOTES = 16  # kept per reading; all notes are logged
+MAX_NOTES = 16  # maximum number kept per reading; all notes are logged
 log = logging.getLogger("fedveil.data")
 _collected: ContextVar[list[str] | None] = ContextVar("fedveil_reading_notes", default=None)
 
@@ -27,8 +27,10 @@ def note(text: str) -> None:
 
 @contextmanager
 def collect_notes() -> Iterator[list[str]]:
-    """Return a context that yields a list of the notes made in it, without duplicates. Notes from threads that it
-    starts are only logged."""
+    """Return a context that yields a list of the notes made within it, without duplicates.
+
+    Notes from threads started within it are only logged.
+    """
     notes: list[str] = []
     token = _collected.set(notes)
     try:

@@ -3,9 +3,10 @@
 | question | answer |
 |---|---|
 | format | by file extension, ignoring case; a JSON document in .jsonl and JSON Lines in .json are recognized |
-| encoding | the one in the file name (train.cp1252.csv), else its byte order mark, else UTF-8, else cp1252 if every |
+| encoding | as given in the file name (train.cp1252.csv), else by byte order mark, else UTF-8, else cp1252 if every |
 | | byte means the same in similar code pages; otherwise the file is refused |
-| CSV separator | a first line "sep=;", else whichever of comma, semicolon, tab and bar splits all rows equally; |
+| CSV separator | as given in a first line "sep=;", else the only one of comma, semicolon, tab and bar that splits all
+  rows equally; |
 | | otherwise the file is refused |
 | Excel | see `excel_files` |
 | Label Studio export | rows with its data and a column for each kind of label; see `label_studio` |
@@ -83,7 +84,10 @@ def has_header(file: Path) -> bool:
 
 
 def describe_columns(file: Path, names: Sequence[str]) -> str:
-    """Return a file's column names for an error; for CSV and Excel, only their number: the first line may be a row."""
+    """Describe a file's column names for an error.
+
+    For CSV and Excel, give only their number, because the first line may be a row.
+    """
     if has_header(file):
         return f"{len(names):,} other names in its first line, which a CSV or Excel file needs"
     return sanitize(", ".join(names))
@@ -99,7 +103,8 @@ class RowFile:
         most: detect the encoding from only this many bytes; 0 means all.
 
     Attributes:
-        bytes_read: the number of decompressed bytes that the current iteration has read; of the values' for Excel.
+        bytes_read: the number of decompressed bytes that the current iteration has read; for Excel, the bytes of the
+            values.
 
     Raises:
         TaskError: on creation or iteration, if the file cannot be read in the format that its extension indicates.
@@ -154,8 +159,8 @@ class RowFile:
                 for number, line in enumerate(lines, start=1):
                     if len(line) > MAX_LINE:
                         raise TaskError(
-                            f'task.data: expected at most {MAX_LINE:,} bytes in a line of "{self._file}", found more '
-                            f"in line {number}; write one row per line"
+                            f'task.data: line {number} of "{self._file}" has more than {MAX_LINE:,} bytes; write '
+                            "one row per line"
                         )
                     self.bytes_read += len(line)
                     yield line
@@ -164,8 +169,7 @@ class RowFile:
 
     def _wrong_encoding(self) -> TaskError:
         return TaskError(
-            f'task.data: expected {self._encoding.removesuffix("-sig")} in "{self._file}", found bytes in a different '
-            "encoding; save the "
+            f'task.data: "{self._file}" has bytes that are not {self._encoding.removesuffix("-sig")}; save the '
             "file as UTF-8, or correct the encoding in its name"
         )
 
@@ -201,8 +205,8 @@ class RowFile:
                 if self._format != ".json":
                     break
                 raise TaskError(
-                    f'task.data: expected at most {MAX_DOCUMENT:,} bytes in the JSON document "{self._file}", found '
-                    "more; write JSON Lines, one row per line"
+                    f'task.data: the JSON document "{self._file}" has more than {MAX_DOCUMENT:,} bytes; write JSON '
+                    "Lines, one row per line"
                 )
         text = b"".join(lines)
         try:
@@ -220,8 +224,8 @@ class RowFile:
             keys = [key for key, value in document.items() if _is_list_of_objects(value)]
             if len(keys) != 1:
                 raise TaskError(
-                    f'task.data: expected an object that holds one list of objects in "{self._file}", found '
-                    f"{len(keys)} such lists; write a list of objects"
+                    f'task.data: the object in "{self._file}" must contain exactly one list of objects, but '
+                    f"contains {len(keys)}; write a list of objects"
                 )
             rows, as_written = document[keys[0]], written[keys[0]]
         if label_studio.is_export(rows):
@@ -250,8 +254,8 @@ class RowFile:
             return splitting[0]
         names = ", ".join(_SEPARATORS[mark] for mark in splitting) or "none"
         raise TaskError(
-            f'task.data: expected one separator of columns in "{self._file}" (a comma, a semicolon, a tab or "|"), '
-            f'found {names}; write a first line that names it, such as "sep=;"'
+            f'task.data: the column separator of "{self._file}" is not clear (comma, semicolon, tab or "|"); it '
+            f'could be: {names}. Write a first line that names it, such as "sep=;"'
         )
 
     def _sample(self) -> Iterator[str]:
@@ -277,8 +281,7 @@ class RowFile:
                     names = record
                     if len(set(names)) < len(names):
                         raise TaskError(
-                            f'task.data: expected different names in the first line of "{self._file}", found a name '
-                            "twice; correct the line"
+                            f'task.data: the first line of "{self._file}" has a column name twice; correct it'
                         )
                     continue
                 number += 1
@@ -288,7 +291,7 @@ class RowFile:
                         f"line, found {len(record)}; put values that contain the separator in quotes"
                     )
                 yield dict(zip(names, record, strict=True))
-        except UnicodeDecodeError:  # after the part from which the encoding was detected
+        except UnicodeDecodeError:  # in bytes after those that the encoding was detected from
             raise self._wrong_encoding() from None
         except csv.Error:
             raise TaskError(
@@ -314,7 +317,7 @@ def _widths(lines: list[str], separator: str) -> list[int]:
 
 @lru_cache(maxsize=16)
 def _detect_encoding(file: Path, most: int, size: int, changed: int) -> str:
-    """Return the name of the codec for a file. `size` and `changed` are only part of the cache key.
+    """Return the name of the codec for a file. `size` and `changed` serve only as part of the cache key.
 
     Raises:
         TaskError: the encoding is not certain.
@@ -323,8 +326,8 @@ def _detect_encoding(file: Path, most: int, size: int, changed: int) -> str:
     if named:
         if named not in ENCODINGS:
             raise TaskError(
-                f'task.data: expected an encoding in the name of "{file}" between its dots, one of '
-                f"{', '.join(ENCODINGS)}; rename the file"
+                f'task.data: the name of "{file}" does not have a known encoding between its dots; rename the '
+                f"file, with one of {', '.join(ENCODINGS)}"
             )
         return "utf-8-sig" if named == "utf-8" else named
     decoder, is_utf8, is_sure, read, end = codecs.getincrementaldecoder("utf-8")(), True, True, 0, b""
@@ -352,7 +355,7 @@ def _detect_encoding(file: Path, most: int, size: int, changed: int) -> str:
             except UnicodeDecodeError:
                 is_utf8 = False
     if not is_utf8 and not is_sure:
-        raise _unsure(file, "a character that is cut off at its end")
+        raise _unsure(file, "an incomplete character at its end")
     return "utf-8" if is_utf8 else "cp1252"
 
 
@@ -360,8 +363,8 @@ def _unsure(file: Path, found: str) -> TaskError:
     suffix = row_suffix(file)
     stem = file.name[: len(file.name) - len(suffix)]
     return TaskError(
-        f'task.data: expected UTF-8 in "{file}", found {found}; save the file as UTF-8, or say its encoding in its '
-        f'name, such as "{stem}.cp1252{suffix}"'
+        f'task.data: expected UTF-8 in "{file}", found {found}; save the file as UTF-8, or put its encoding into '
+        f'its name, as in "{stem}.cp1252{suffix}"'
     )
 
 
@@ -386,12 +389,14 @@ class _BoundedGzip(io.RawIOBase):
         try:
             piece = self._inner.read(len(buffer))
         except (OSError, EOFError, zlib.error):
-            raise TaskError(f'task.data: cannot inflate "{self._file}": it is cut or no gzip; write it again') from None
+            raise TaskError(
+                f'task.data: cannot decompress "{self._file}": it is truncated, or not a gzip file; write it again'
+            ) from None
         self._left -= len(piece)
         if self._left < 0:
             raise TaskError(
-                f'task.data: expected at most {MAX_INFLATED:,} bytes inflated from "{self._file}", found more; divide '
-                "the file, or write Parquet"
+                f'task.data: "{self._file}" has more than {MAX_INFLATED:,} bytes when decompressed; divide the '
+                "file, or write Parquet"
             )
         buffer[: len(piece)] = piece
         return len(piece)

@@ -1,4 +1,4 @@
-"""Row values, as text for a model and in messages.
+"""Row values as text: in full for a model, and described for messages.
 
 A message contains the type and length of a value, never its content, because a row may describe a patient.
 """
@@ -37,7 +37,7 @@ def as_text(value: object) -> str | None:
 
 
 def filled_text(value: object) -> str | None:
-    """Return `as_text(value)`, or None also for text that is empty or only whitespace."""
+    """Return `as_text(value)`, but None if the text is empty or only whitespace."""
     text = as_text(value)
     return text if text and text.strip() else None
 
@@ -45,7 +45,8 @@ def filled_text(value: object) -> str | None:
 def describe_value(value: object) -> str:
     """Return the type and length of a row value, for an error or a log line.
 
-    The length of a number is not shown: an identifier could be guessed from the digits around it.
+    The length of a number is not shown: together with other information, the number of digits could help to guess an
+    identifier.
     """
     match value:
         case None:

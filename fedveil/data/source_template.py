@@ -9,9 +9,9 @@ template column empty, as half of the Alpaca rows do:
 |---|---|
 | one column, no template | its text, unchanged |
 | a template | the filled template, without whitespace at the start and end |
-| a template column is null or empty text | the name is replaced by nothing |
-| all columns are null or empty | none: the row has no source |
-| a list, an object, bytes, NaN or infinity in a column | none: the row has no source |
+| a template column is null or empty text | the name is removed |
+| all columns are null or empty | the row has no source |
+| a list, an object, bytes, NaN or infinity in a column | the row has no source |
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class SourceTemplate:
         return filled_text(source.strip() if self.trims else source)
 
     def describe_columns(self) -> str:
-        """Return the columns as text for an error."""
+        """Return a description of the columns for an error."""
         names = ", ".join(f'"{column}"' for column in self.columns)
-        return f"column {names}" if len(self.columns) == 1 else f"one of the columns {names} at least"
+        return f"column {names}" if len(self.columns) == 1 else f"at least one of the columns {names}"
 
     def describe_values(self, values: Mapping[str, object]) -> str:
         """Return a description of a row's values in the columns, without any content."""

@@ -5,12 +5,13 @@
 | train.csv, Train.jsonl.gz, train.cp1252.csv, train.xlsx | the file |
 | train-00000-of-00002.parquet, ... | all shards, in order; refused if one is missing |
 | train-0.jsonl, train_1.jsonl, ... | all of them, in order |
-| train.parquet/part-*.parquet | all parts, as Spark writes them; refused while it still writes (_temporary) |
+| train.parquet/part-*.parquet | all parts, as Spark writes them; refused while Spark is still writing (_temporary) |
 | train/*.parquet, train/*.csv | all files in that format, if the folder has no images |
 | train/metadata.csv; or train/labels.csv next to images, if it is the only file of rows there | the file; paths in
   it are relative to its folder |
 | train/state.json, or state.json | a data set saved with save_to_disk of `datasets` |
-| data/, if the folder itself has none of these and no folder for the split | the same layouts in data/, as on the Hub |
+| data/, if the folder itself has none of these layouts and no folder for the split | the same layouts in data/, as on
+  the Hub |
 
 If train/ has images and train.csv is next to it, only metadata.* is read in train/, and it counts as a second layout.
 
@@ -78,7 +79,7 @@ def split_files(data: Path, split: str) -> tuple[Path, ...]:
             )
         return (data,)
     if not data.is_dir():
-        raise TaskError(f'task.data: expected a folder or file of rows, found none at "{data}"; correct the path')
+        raise TaskError(f'task.data: there is no folder or file of rows at "{data}"; correct the path')
     if files := find_split_files(data, split):
         return files
     entries = sorted(data.iterdir())
@@ -102,13 +103,13 @@ def find_split_files(data: Path, split: str) -> tuple[Path, ...]:
         groups = _groups_in(data / "data", split)
     if len(groups) > 1:
         raise TaskError(
-            f'task.data: expected one file of the split "{split}" in "{data}", or one set of shards, found '
-            f"{' and '.join(str(files[0].relative_to(data)) for files in groups)}; remove one"
+            f'task.data: several files or sets of shards in "{data}" are named for the split "{split}": '
+            f"{' and '.join(str(files[0].relative_to(data)) for files in groups)}; keep only one"
         )
     if groups and len(groups[0]) > MAX_FILES:
         raise TaskError(
-            f'task.data: expected at most {MAX_FILES:,} files of the split "{split}" in "{data}", found '
-            f"{len(groups[0]):,}; join them"
+            f'task.data: the split "{split}" in "{data}" has {len(groups[0]):,} files, but at most {MAX_FILES:,} '
+            "are allowed; join them"
         )
     return groups[0] if groups else ()
 
@@ -116,7 +117,7 @@ def find_split_files(data: Path, split: str) -> tuple[Path, ...]:
 def has_split(data: Path, split: str) -> bool:
     """Return whether the folder `data` has files or a folder for a split. Raises TaskError like `find_split_files`."""
     if not data.is_dir() or is_saved_dataset(data):
-        return False  # a single set of rows, which serves as every split
+        return False  # a single data set, which serves as every split
     return bool(find_split_files(data, split)) or find_split_folder(data, split) is not None
 
 
@@ -132,7 +133,7 @@ def find_split_folder(data: Path, split: str) -> Path | None:
     folders = [path for path in sorted(data.iterdir()) if path.is_dir() and path.name.lower() in names_of(split)]
     if len(folders) > 1:
         raise TaskError(
-            f'task.data: expected one folder of the split "{split}" in "{data}", found '
+            f'task.data: several folders in "{data}" are named for the split "{split}": '
             f"{' and '.join(path.name for path in folders)}; rename one"
         )
     return folders[0] if folders else None
@@ -144,9 +145,9 @@ def names_of(split: str) -> tuple[str, ...]:
 
 
 def is_image_file(path: Path) -> bool:
-    """Return whether it is an image file: by its extension, or by its first bytes for DICOM without an extension.
+    """Return whether a file is an image: by its extension or, for DICOM without one, by its first bytes.
 
-    A file without an extension that cannot be read is none.
+    A file without an extension that cannot be read does not count as an image.
     """
     name = path.name.lower()
     if not path.is_file():
@@ -168,7 +169,7 @@ def is_made_by_system(name: str) -> bool:
 
 
 def describe_layout(data: Path, split: str, files: Sequence[Path]) -> str:
-    """Return which files are read; "" if it is a single file named after the split."""
+    """Describe which files are read; "" for a single file named after the split."""
     if len(files) == 1 and (files[0] == data or _stem_of(files[0]) == split or _is_metadata(files[0])):
         return ""
     names = [file.relative_to(data).as_posix() if file.is_relative_to(data) else file.name for file in files]
@@ -180,8 +181,8 @@ def describe_layout(data: Path, split: str, files: Sequence[Path]) -> str:
 def describe_unread(data: Path, split: str, files: Sequence[Path] = ()) -> str:
     """Return the files and folders of examples in the folder `data` from which no split is read; "" if there are none.
 
-    `files` are the files of `split`; other files in their folder are listed too. When the training split is
-    read, a validation split counts as unread, because only the server uses it.
+    `files` are the files of `split`; other files in their folder are also listed. When the training split is read, a
+    validation split counts as unread, because only the server uses it.
     """
     if not data.is_dir():
         return ""
@@ -254,14 +255,13 @@ def _complete(folder: Path, total: str, members: list[tuple[int, Path]]) -> tupl
     if len(set(numbers)) < len(numbers):
         twice = next(path for i, (number, path) in enumerate(members) if number in numbers[:i])
         raise TaskError(
-            f'task.data: expected each shard once in "{folder}", found {twice.name} with a number that another file '
-            "has; remove one"
+            f'task.data: {twice.name} in "{folder}" has the same shard number as another file; remove one of them'
         )
     is_gapless = numbers[-1] - numbers[0] == len(numbers) - 1 and numbers[0] <= 1  # some tools count from 1
     if total and (len(numbers) != int(total) or not is_gapless):
         raise TaskError(
-            f'task.data: expected {int(total):,} shards in "{folder}", as the name {members[0][1].name} says, found '
-            f"{len(numbers):,}, numbered from {numbers[0]} to {numbers[-1]}; copy the missing ones"
+            f'task.data: by the name {members[0][1].name}, "{folder}" should have {int(total):,} shards, but it '
+            f"has {len(numbers):,}, numbered from {numbers[0]} to {numbers[-1]}; copy the missing ones"
         )
     return tuple(path for _, path in members)
 
@@ -280,8 +280,8 @@ def _files_in(folder: Path, of_split: bool, has_table: bool = False) -> tuple[Pa
     entries = [path for path in sorted(folder.iterdir(), key=_natural) if not is_made_by_system(path.name)]
     if any(path.name == "_temporary" for path in entries):
         raise TaskError(
-            f'task.data: expected a finished data set in "{folder}", found _temporary, to which Spark still writes or '
-            "failed to; write it again"
+            f'task.data: "{folder}" contains _temporary, so Spark has not finished writing, or has failed; write '
+            "the data set again"
         )
     entries = [path for path in entries if not path.name.startswith("_")]
     files = [path for path in entries if path.is_file() and row_suffix(path)]
@@ -292,20 +292,22 @@ def _files_in(folder: Path, of_split: bool, has_table: bool = False) -> tuple[Pa
     if has_table and has_pictures:
         return ()
     if of_split and (has_pictures or folders):
-        # Several class folders are classes regardless of other files; a single folder is not a classification.
+        # Several subfolders are class folders, whatever other files there are; a single subfolder is not a class
+        # folder.
         return _one_of(folder, files) if files and len(folders) < 2 else ()
     if folders:
         name = folders[0].name.partition("=")[0]  # a row value follows the "="
         raise TaskError(
-            f'task.data: expected files in "{folder}", found the folder {name}; write the data set without partitions'
+            f'task.data: "{folder}" must contain only files, but has the folder {name}; write the data set without '
+            "partitions"
         )
     if not files and of_split:
         return ()
     formats = sorted({row_suffix(file) for file in files})
     if len(formats) != 1:
         raise TaskError(
-            f'task.data: expected files of one format in "{folder}", found {" and ".join(formats) or "none"}; keep the '
-            "files of one format"
+            f'task.data: all files in "{folder}" must have the same format, found '
+            f"{' and '.join(formats) or 'none'}; keep the files of one format"
         )
     return tuple(files)
 
@@ -318,8 +320,8 @@ def _is_metadata(file: Path) -> bool:
 def _one_of(folder: Path, files: list[Path]) -> tuple[Path, ...]:
     if len(files) > 1:
         raise TaskError(
-            f'task.data: expected one file of rows beside the pictures in "{folder}", found '
-            f"{' and '.join(file.name for file in files[:_MOST_NAMES])}; remove the others"
+            f'task.data: "{folder}" has several files of rows next to the pictures: '
+            f"{' and '.join(file.name for file in files[:_MOST_NAMES])}; keep only one"
         )
     return tuple(files)
 
@@ -333,19 +335,17 @@ def _saved_files(folder: Path) -> tuple[Path, ...]:
         names = [str(entry["filename"]) for entry in json.loads(state.read_bytes())["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise TaskError(
-            f'task.data: expected the list of files that save_to_disk writes in "{state}", found another content; save '
-            "the data set again"
+            f'task.data: "{state}" does not contain the list of files that save_to_disk writes; save the data set again'
         ) from None
     for name in names:
         if Path(name).name != name or not name.lower().endswith(COLUMNAR_SUFFIXES):
             raise TaskError(
-                f'task.data: expected names of .arrow files in the same folder in "{state}", found another name; save '
-                "the data set again"
+                f'task.data: "{state}" names something other than .arrow files in the same folder; save the data '
+                "set again"
             )
         if not (folder / name).is_file():
             raise TaskError(
-                f'task.data: expected all files that "{state}" names, found {len(names)} names and not all of the '
-                "files; copy the missing ones"
+                f'task.data: "{state}" names {len(names)} files, and some of them are missing; copy the missing ones'
             )
     return tuple(folder / name for name in names)
 
@@ -369,5 +369,5 @@ def _spreadsheets(paths: Sequence[Path]) -> list[Path]:
 
 def _how_to_convert(paths: Sequence[Path]) -> str:
     if sheets := _spreadsheets(paths):
-        return f"save the table {sheets[0].name} as .xlsx or as CSV (in Excel: Save As), which are read"
+        return f"save the table {sheets[0].name} as .xlsx or as CSV (in Excel: Save As)"
     return "convert it"

@@ -47,7 +47,7 @@ _PARSED = 10_000  # rows from a text file that are added to the table at once
 _CONVERSATIONS = ("messages", "conversations")  # common names for their column
 _KINDS = {str: "texts", bool: "true or false", int: "numbers", float: "numbers", list: "lists", dict: "objects"}
 _NOT_IN_DATASETS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-_AT_ONCE = 256  # rows held as Python objects at a time: few, because they may be images
+_AT_ONCE = 256  # rows held as Python objects at a time: few, because rows may contain images
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class TableSelection(Sequence[Example]):
         return TableSelection(self._table, self.at[np.asarray(positions, dtype=np.int64)])
 
     def without(self, is_left_out: Callable[[Example], bool]) -> TableSelection:
-        """Return the rows for which `is_left_out` is false, in the same order."""
+        """Return the rows for which `is_left_out` returns false, in the same order."""
         kept = np.fromiter((not is_left_out(example) for example in self), dtype=bool, count=len(self))
         return TableSelection(self._table, self.at[kept])
 
@@ -132,7 +132,7 @@ class TableSelection(Sequence[Example]):
         except (ValueError, OverflowError):  # whose text may quote a value
             raise TaskError(
                 f"task.data: cannot read a value from {table.origin(first)} to {table.origin(last)}: a text is not "
-                "UTF-8, or a date lies beyond the year 9999; correct it"
+                "UTF-8, or a date is after the year 9999; correct it"
             ) from None
         return [
             Example(row, table.origin(i), table.folder, table.class_names)
@@ -182,7 +182,9 @@ def read_files(
 def read_for_task(
     data: Path, split: str, info: TaskInfo, task: TaskConfig, scratch: Path | None = None
 ) -> DatasetTable:
-    """Return the rows of a split with the columns that a task uses. Other columns are not parsed and may hold anything.
+    """Return the rows of a split with the columns that a task uses.
+
+    Other columns are not parsed, so they may contain anything.
 
     Raises:
         TaskError: like `read_split`.
@@ -191,7 +193,10 @@ def read_for_task(
 
 
 def note_reading(data: Path, split: str, files: Sequence[Path]) -> None:
-    """Note which files are read or unread, and how text files are read. Raises TaskError like `describe_reading`."""
+    """Add notes on which files are read or unread, and on how text files are read.
+
+    Raises TaskError like `describe_reading`.
+    """
     for text in (describe_layout(data, split, files), describe_unread(data, split, files)):
         if text:
             note(f'"{data}": {text}')
@@ -220,7 +225,7 @@ def digest_files(files: Sequence[Path]) -> str:
 
 
 def describe_reading(file: Path, most: int = 0) -> str:
-    """Return the encoding and separator of a text file, detected in its first `most` bytes; "" for the usual ones.
+    """Describe a text file's encoding and separator, detected in its first `most` bytes; "" for the usual ones.
 
     Raises:
         TaskError: the encoding or the separator is uncertain.
@@ -240,7 +245,8 @@ def read_table(
     Numbers in the columns `texts` become text, as written in the file, so 1 stays "1" even in a column with 2.5. Only
     the columns `only` are parsed, or all columns if it is None.
 
-    This bypasses the cache of `datasets`: a site may not have a writable cache, and many processes would share it.
+    This bypasses the cache of `datasets`, because a site may not have a writable cache, and many processes would share
+    it.
 
     Raises:
         TaskError: a line or a file cannot be read, there are no rows, one of `columns` is missing, or the files of a
@@ -264,7 +270,7 @@ def _read(
     table = reader.read(scratch, columns)
     if table is None or not len(table):
         where = f'"{files[0]}"' + (f" and {len(files) - 1:,} more files" if len(files) > 1 else "")
-        raise TaskError(f"task.data: expected at least one row in {where}, found none; add rows")
+        raise TaskError(f"task.data: there are no rows in {where}; add some")
     require_columns(columns, list(reader.names), files[0])
     features_of(table.schema, files[0], table.schema.names)
     # Without a fingerprint, `datasets` would hash the whole table.
@@ -291,13 +297,13 @@ def features_of(schema: pyarrow.Schema, file: Path, columns: Sequence[str]) -> F
             _feature_of(schema, name, None)
         except _NOT_IN_DATASETS:
             raise TaskError(
-                f'task.data: expected texts, numbers, lists or images in column "{name}" of "{file}", found the '
-                f"Arrow type {sanitize(schema.field(name).type, 80)}; convert the column"
+                f'task.data: column "{name}" of "{file}" must have texts, numbers, lists or images, but has the '
+                f"Arrow type {sanitize(schema.field(name).type, 80)}; convert it"
             ) from None
         if described is None:
             raise TaskError(
-                f'task.data: expected the description of the columns that `datasets` writes in "{file}", found another '
-                "one; write the file again"
+                f'task.data: the description of the columns in "{file}" is not one that `datasets` writes; write '
+                "the file again"
             )
         found[name] = described
     return found
@@ -318,7 +324,7 @@ def require_columns(columns: tuple[str, ...], names: Sequence[str], file: Path) 
             raise TaskError(
                 f'task.data: expected column "{column}" in "{file}", found {describe_columns(file, names)}; '
                 f"set task.source-column and task.target-column to columns of the file"
-                + (f', or task.messages-column = "{talks}" if it holds whole conversations' if talks else "")
+                + (f', or task.messages-column = "{talks}" if that column has whole conversations' if talks else "")
             )
 
 
@@ -372,10 +378,10 @@ class _TableReader:
                 found = list(dict.fromkeys(name for row in part for name in row))
                 self.names |= dict.fromkeys(found)
                 header = header or found
-                if has_header(file) and found != header:  # Spark may omit the header, so a row would be lost
+                if has_header(file) and found != header:  # Spark may omit the header, and a row would then be lost
                     raise TaskError(
-                        f'task.data: expected the first line of "{self._files[0]}" in each file of the split, found '
-                        f'another one in "{file}"; write every file with the same column names'
+                        f'task.data: the first line of "{file}" differs from that of "{self._files[0]}", the first '
+                        "file of the split; write all files with the same column names"
                     )
                 names = schema.names if schema is not None else [name for name in found if self._is_parsed(name)]
                 names = names or found[:1]  # a table without columns would have no rows
@@ -395,12 +401,12 @@ class _TableReader:
                     kind = _KINDS.get(type(value), "") if self._is_parsed(name) else ""
                     if kind and kinds.setdefault(name, kind) != kind:
                         return TaskError(
-                            f'task.data: expected one type per column in "{file}", found {describe_value(value)} in '
-                            f'column "{name}" of row {number} and {kinds[name]} before it; correct the rows'
+                            f'task.data: column "{name}" of "{file}" has {describe_value(value)} in row {number}, '
+                            f"but {kinds[name]} before it; correct the rows"
                         )
         return TaskError(
-            f'task.data: expected values of one type per column in "{self._files[0]}", integers within 64 bits and '
-            "texts in UTF-8, found different types or encodings; correct the rows"
+            f'task.data: in "{self._files[0]}", each column needs values of a single type, integers of at most 64 '
+            "bits, and texts in UTF-8; correct the rows"
         )
 
     def _columnar_tables(self, columns: tuple[str, ...], at_once: int) -> Iterator[pyarrow.Table]:
@@ -416,8 +422,8 @@ class _TableReader:
             first = first or schema
             if not schema.equals(first) or (at and self._features_of(schema, at) != self._features_of(first, 0)):
                 raise TaskError(
-                    f'task.data: expected the columns of "{self._files[0]}" in each file of the split, in the same '
-                    f'order and with the same types and class names, found others in "{file}"; write the files alike'
+                    f'task.data: the columns of "{file}" differ from those of "{self._files[0]}" in order, type or '
+                    "class names; write all files of the split in the same way"
                 )
             for table in columnar_files.iter_tables(file, names, at_once):
                 self.counts[at] += len(table)
@@ -437,7 +443,7 @@ def _same(tables: Iterator[pyarrow.Table], schemas: list[pyarrow.Schema]) -> Ite
 
 
 def _with_short_floats(table: pyarrow.Table, texts: tuple[str, ...]) -> pyarrow.Table:
-    """Convert 16-bit and 32-bit floats in the columns `texts` to text: as a 64-bit Python float, 0.1 has 17 digits."""
+    """Convert 16-bit and 32-bit floats in the columns `texts` to text; as 64-bit floats, 0.1 would have 17 digits."""
     import pyarrow
 
     for at, field in enumerate(table.schema):
@@ -469,7 +475,7 @@ def _kept(tables: Iterator[pyarrow.Table], scratch: Path | None) -> pyarrow.Tabl
             file.flush()
         return pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
     except OSError as error:
-        if error.errno is None:  # Arrow's own, about the content
+        if error.errno is None:  # an error of Arrow itself, about the content
             raise
         raise StateError(f"{scratch}: cannot write the rows: {error}; free space") from None
     finally:

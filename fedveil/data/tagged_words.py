@@ -1,4 +1,4 @@
-"""The words of an example with their tags, in the formats that people commonly have.
+"""The words of an example with their tags, in common formats.
 
 | source column | target column | format |
 |---|---|---|
@@ -7,8 +7,9 @@
 | text | a list of objects with start_offset, end_offset and label | spans, as Doccano writes them with relations |
 | text | a list of objects with start, end and labels, or label | spans, as Label Studio writes them |
 
-Offsets count characters (code points) from 0, and the end is exclusive. If a span includes text, that text must match
-the text at the offsets, which detects offsets that count differently. Errors name the file and row but no row value.
+Offsets count characters (code points) from 0, and the end is exclusive. If a span includes its text, that text must
+match the text at the offsets; this detects offsets that are not in characters. Errors name the file and row but no row
+value.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ __all__ = ["TaggedWords", "TaggedWordsReader", "describe_form"]
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 _CORRECT = "correct or drop the row"
 _NO_SPANS = (
-    "write an empty list for a text without entities, or use Label Studio's full JSON export instead of JSON-MIN, "
-    "which leaves such a list out"
+    "write an empty list for a text without entities, or use Label Studio's full JSON export instead of "
+    "JSON-MIN, which omits such a list"
 )
 
 
@@ -53,13 +54,13 @@ class TaggedWords:
 
 
 def describe_form(feature: Any) -> str:
-    """Return how a target column with this `datasets` type is read; "" for lists of tags."""
+    """Describe how a target column with this `datasets` type is read; "" for lists of tags."""
     entry = getattr(feature, "feature", feature[0] if isinstance(feature, list) and feature else None)
     if isinstance(entry, Mapping):
         kind = "Doccano" if "start_offset" in entry else "Label Studio"
-        return f"objects of characters' offsets, as {kind} writes them"
+        return f"objects with character offsets, as {kind} writes them"
     is_list = isinstance(entry, list) or hasattr(entry, "feature")
-    return "lists [start, end, name] of characters' offsets, as Doccano writes them" if is_list else ""
+    return "lists [start, end, name] with character offsets, as Doccano writes them" if is_list else ""
 
 
 @final
@@ -81,9 +82,7 @@ class TaggedWordsReader:
             return self._read_words(source, target, example)
         text = source if isinstance(source, str) else as_text(source)
         if text is None or filled_text(text) is None:
-            raise self._refusal(
-                self._task.source_column, "a list of words, or a text,", describe_value(source), example
-            )
+            raise self._refusal(self._task.source_column, "a list of words or a text", describe_value(source), example)
         return self._read_spans(text, target, example)
 
     def _read_words(self, source: list[Any], target: object, example: Example) -> TaggedWords:
@@ -91,11 +90,11 @@ class TaggedWordsReader:
         words = [filled_text(word) for word in source]
         if not words or None in words:
             found = f"{describe_value(source[words.index(None)])} as one of them" if words else "an empty list"
-            raise self._refusal(self._task.source_column, "a list of words, none of them empty,", found, example)
+            raise self._refusal(self._task.source_column, "a list of nonempty words", found, example)
         if not isinstance(target, list):
-            raise self._refusal(column, "a list of tags, one for each word,", describe_value(target), example)
+            raise self._refusal(column, "a list with one tag per word", describe_value(target), example)
         if len(target) != len(words):
-            raise self._refusal(column, f"{len(words):,} tags, one for each word,", f"{len(target):,}", example)
+            raise self._refusal(column, f"{len(words):,} tags, one per word,", f"{len(target):,}", example)
         names = [self._tag_name(tag, number, example) for number, tag in enumerate(target, start=1)]
         try:
             tags = entity_tags.convert_tags(names, self._task.tag_scheme, self._set.entities)
@@ -129,8 +128,7 @@ class TaggedWordsReader:
             raise self._refusal(column, expected, describe_value(target), example, remedy)
         if self._task.tag_scheme != "iob2":
             raise TaskError(
-                f'task.tag-scheme: expected "iob2" with spans, which have no tags, found "{self._task.tag_scheme}"; '
-                "leave it out"
+                f'task.tag-scheme: "{self._task.tag_scheme}" has no effect, because spans have no tags; leave it out'
             )
         words = entity_tags.split_words(text)
         try:
@@ -163,7 +161,9 @@ def _read_span(entry: object, number: int, text: str) -> tuple[int, int, str]:
     if offsets[0] is None or offsets[1] is None or not isinstance(names, str):
         raise TagError(f"span {number:,} without whole numbers from 0 as its offsets, or without a name")
     if isinstance(own, str) and own != text[offsets[0] : offsets[1]]:
-        raise TagError(f"span {number:,} with another text than stands at its offsets, which must count characters")
+        raise TagError(
+            f"span {number:,} with a text that differs from the text at its offsets, which must count characters"
+        )
     return offsets[0], offsets[1], names.strip()
 
 

@@ -2,13 +2,13 @@
 
 | task.max-tokens | maximum number of tokens in an example |
 |---|---|
-| given | that number; truncated examples are counted |
+| set | that number; truncated examples are counted |
 | 0, the default | twice the length that 99 % of the examples do not exceed, but at most the base's context |
 
 The default truncates a few very long examples, which would otherwise determine the memory of a training step. It
-refuses data if the context would truncate more than 5 % of the examples: only a given length may do that.
+refuses data if the context would truncate more than 5 % of the examples; only a length that was set may do that.
 
-Each site determines its own length. No message or sum depends on it. The server truncates its test examples by the
+Each site determines its own length, and no message or sum depends on it. The server truncates its test examples by the
 lengths of those examples, so the scores of all rounds are for the same texts.
 """
 
@@ -55,10 +55,10 @@ def require_whole(cut: int, lengths: Lengths, given: int, context: int | None, m
     if given or context is None or cut <= MAX_CUT * len(lengths):
         return
     raise TaskError(
-        f"task.max-tokens: expected examples of which at most {100 * MAX_CUT:g} % are longer than {context} tokens, "
-        f"the context of {model}, found {describe_share(cut, len(lengths))} longer ("
-        f"{percentile(lengths, _KEPT_PERCENT)} tokens would keep {_KEPT_PERCENT} % whole); use a base with a longer "
-        f"context, shorten the examples, or set task.max-tokens = {context} to train on what is left of them"
+        f"task.max-tokens: {describe_share(cut, len(lengths))} of the examples are longer than {context} tokens, "
+        f"the context of {model}, but at most {100 * MAX_CUT:g} % may be; {percentile(lengths, _KEPT_PERCENT)} "
+        f"tokens would keep {_KEPT_PERCENT} % whole. Use a base with a longer context, shorten the examples, or "
+        f"set task.max-tokens = {context} to train on the truncated examples"
     )
 
 
@@ -72,6 +72,6 @@ def describe_remedy(lengths: Lengths, limit: int, given: int, context: int | Non
     if not given:
         return f"set task.max-tokens to keep more (now at most {limit})"
     if given == context:
-        return f"shorten the examples: {model} has no more room"
+        return f"shorten the examples, because {model} does not support more tokens"
     kept = f"{percentile(lengths, _KEPT_PERCENT)} tokens keep {_KEPT_PERCENT} % whole"
     return f"raise it ({kept})" if context is None else f"raise it, to at most {context} ({kept})"

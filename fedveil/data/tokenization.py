@@ -5,7 +5,7 @@ produce different tokens for the parts of a text than for the whole text, becaus
 
 | tokenizer | where a part begins |
 |---|---|
-| fast | at the first token with a character from that part, by the tokenizer's offsets |
+| fast | at the first token that contains a character of that part, according to the tokenizer's offsets |
 | slow, without offsets | after the tokens that the whole text shares with the text before that part |
 
 A token with characters from two parts belongs to the later part. An added token, such as a turn marker that absorbs the
@@ -41,10 +41,10 @@ class MarkedTokens:
 
 @final
 class TextTokenizer:
-    """A tokenizer without added special tokens, for many texts at a time in the tokenizer's own threads."""
+    """A tokenizer that adds no special tokens and tokenizes many texts at a time, in its own threads."""
 
     def __init__(self, tokenizer: Any, check: Callable[[Sequence[int]], None] = lambda ids: None) -> None:
-        """Take the tokenizer, and a function that raises an error for tokens that the base cannot read."""
+        """Wrap a tokenizer. `check` raises an error for tokens that the base cannot read."""
         self._tokenizer, self._check = tokenizer, check
         self._added = frozenset(tokenizer.added_tokens_decoder)
 

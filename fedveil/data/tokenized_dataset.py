@@ -25,7 +25,7 @@ _FILE = 1 << 40  # more than the number of rows in any file
 
 @final
 class TokenizedDataset(Sequence[TokenExample]):
-    """Tokenized examples. An example becomes a Python object on access; a slice is a list of such objects.
+    """Tokenized examples. An example becomes a Python object on access; slicing returns a list of such objects.
 
     Args:
         arrays: arrays named as in KINDS: the concatenated tokens of all examples and, for each example, its number of

@@ -1,7 +1,8 @@
 """Group a site's rows by unit, such as the patient. `dp.unit-column` names the column that holds the unit's id.
 
 An id is the value as text: normalized to NFC, without surrounding whitespace, case-sensitive, with numbers as written.
-The ids stay in this module, which returns only row indices and numbers, so no log, error or report can contain an id.
+The ids stay in this module, which returns only row indices and numbers, so that no log, error or report can contain an
+id.
 
 | case | result |
 |---|---|
@@ -62,17 +63,16 @@ def group_rows_of_run(
         return None
     if share is not None and config.task.partition != "natural":
         raise TaskError(
-            f'task.partition: expected "natural" with dp.unit-column and rows that sites divide, found '
-            f'"{config.task.partition}", which would give one unit\'s rows to several sites; change it, or give every '
-            "site its own data"
+            f'task.partition: "{config.task.partition}" would give a unit\'s rows to several sites, which '
+            'dp.unit-column does not allow; set "natural", or give every site its own data'
         )
     dp = config.dp
     ids = _ids_of_rows(data, "train", dp.unit_column, prepared.origins(), has_blanks=dp.no_unit == "one")
     units = group_ids(ids)
     if (found := sum(map(len, units))) != len(prepared.rows):
         raise TaskError(
-            f"dp.unit-column: expected one training example per row, found {len(prepared.rows)} of {found} rows; the "
-            "task makes several of one row, so leave dp.unit-column out"
+            f"dp.unit-column: each row must give one training example, but {found} rows give {len(prepared.rows)}; "
+            "leave dp.unit-column out"
         )
     if blanks := ids.count(""):
         log.warning(
@@ -102,7 +102,7 @@ def mark_rows(
     origins: Iterable[ExampleOrigin | None],
     is_marked: Callable[[str], bool],
 ) -> list[bool]:
-    """Return, for each of these rows, whether `is_marked` holds for the plain form of its id. Raises TaskError."""
+    """Return, for each of these rows, whether `is_marked` is true for the plain form of its id. Raises TaskError."""
     ids = _ids_of_rows(data, split, column, origins)
     marks = {each: is_marked(_plain(each)) for each in set(ids)}
     return [marks[each] for each in ids]
@@ -130,9 +130,8 @@ def _ids_of_rows(
 ) -> list[str]:
     if images.is_by_class(data, split):
         raise TaskError(
-            f'dp.unit-column: expected a file of rows with the column "{column}", found images in class folders in '
-            f'"{split_files.find_split_folder(data, split)}", which have no columns; write {split}.jsonl with the '
-            "images' paths"
+            f'dp.unit-column: the images in class folders in "{split_files.find_split_folder(data, split)}" have '
+            f'no column "{column}"; write {split}.jsonl with this column and the images\' paths'
         )
     files = split_files.split_files(data, split)
     ids_of_file = {
@@ -143,8 +142,7 @@ def _ids_of_rows(
         ids = [] if origin is None else ids_of_file.get(origin.file, [])
         if origin is None or not 1 <= origin.row <= len(ids):
             raise TaskError(
-                f'dp.unit-column: expected every example to be a row of "{files[0].parent}", found {origin}; this task '
-                "cannot be trained by units"
+                f'dp.unit-column: {origin} is not a row of "{files[0].parent}", so this task cannot be trained by units'
             )
         chosen.append(ids[origin.row - 1])
     return chosen
@@ -155,9 +153,9 @@ def read_ids_of_files(files: Sequence[Path], column: str, has_blanks: bool = Fal
     found = [read_ids(file, column, has_blanks) for file in files]
     if similar := _similar(each for ids in found for each in ids):
         raise TaskError(
-            f'dp.unit-column: expected one spelling of each id in column "{column}" of all {len(files):,} files of the '
-            f'split, from "{files[0]}", found {len(similar)} ids with several (such as 7, 7.0 and 007, or a1 and A1); '
-            "write each person's id the same way in all files"
+            f'dp.unit-column: {len(similar)} ids in column "{column}" have several spellings (such as 7, 7.0 and '
+            f"007, or a1 and A1) in the split's {len(files):,} files, from \"{files[0]}\"; write each person's id "
+            "the same way in all files"
         )
     return found
 
@@ -179,16 +177,14 @@ def read_ids(file: Path, column: str, has_blanks: bool = False) -> list[str]:
     ids = _texts(file, column)
     if "" in ids and not has_blanks:
         raise TaskError(
-            f'dp.unit-column: expected an id in column "{column}" of every row of "{file}", found none in row '
-            f'{ids.index("") + 1}; add it, drop the row, or count all such rows as one unit (dp.no-unit = "one")'
+            f'dp.unit-column: row {ids.index("") + 1} of "{file}" has no id in column "{column}"; add it, drop the '
+            'row, or count all such rows as one unit (dp.no-unit = "one")'
         )
     if similar := _similar(ids):
         pairs = "; ".join(f"{a} and {b}" for a, b, *_ in similar[:_LISTED])
         raise TaskError(
-            f'dp.unit-column: expected one spelling of each id in column "{column}" of "{file}", found '
-            f"{len(similar)} ids with several (such as 7, 7.0 and 007, or a1 and A1), first in rows {pairs}; write "
-            "each "
-            "person's id the same way in all rows"
+            f'dp.unit-column: {len(similar)} ids in column "{column}" of "{file}" have several spellings (such as '
+            f"7, 7.0 and 007, or a1 and A1), first in rows {pairs}; write each person's id the same way in all rows"
         )
     return ids
 
@@ -257,15 +253,15 @@ def _columnar_values(file: Path, column: str) -> Sequence[Any]:
             values += table.column(0).to_pylist()
         except (ValueError, OverflowError):  # whose text may quote a value
             raise TaskError(
-                f'dp.unit-column: cannot read column "{column}" of "{file}": a text is not UTF-8, or a date lies '
-                "beyond the year 9999; correct it"
+                f'dp.unit-column: cannot read column "{column}" of "{file}": a text is not UTF-8, or a date is '
+                "after the year 9999; correct it"
             ) from None
     return values
 
 
 def _no_column(file: Path, column: str, names: Sequence[str]) -> TaskError:
     has = describe_columns(file, names)
-    return TaskError(f'dp.unit-column: expected a column of "{file}", found "{column}"; it has {has}')
+    return TaskError(f'dp.unit-column: "{file}" has no column "{column}"; it has {has}')
 
 
 def _text(value: Any, number: int, file: Path, column: str) -> str:

@@ -14,12 +14,12 @@ from fedveil.models import own_module
 
 __all__ = ["read_config", "require_local"]
 
-# Keys that only affect a run with a real server, messages and sites; a value set here would be silently ignored.
+# Keys that affect only a run with a real server, messages and sites; in one process, their values would be ignored.
 _ELSEWHERE = (
     "evaluate.held-out", "cohort.sites", "cohort.wait-seconds", "cohort.deadline-seconds", "cohort.max-retries",
     "cohort.max-norm-ratio", "secure.roster", "client.worker", "run.signature",
 )  # fmt: skip
-# Keys about files that outlive the run.
+# Keys that concern files that outlive the run.
 _IN_A_FOLDER = ("run.dir", "run.resume", "sinks.use")
 
 
@@ -37,7 +37,7 @@ def read_config(config: str | Path | Mapping[str, object] | RunConfig) -> RunCon
         try:
             config = tomllib.loads(Path(config).expanduser().read_text("utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"config: expected a TOML file, found none at {config} ({error})") from None
+            raise ConfigError(f"config: there is no TOML file at {config} ({error})") from None
     return parse(own_module.with_own_task(flatten_config(config)))
 
 
@@ -53,18 +53,18 @@ def require_local(config: RunConfig, sites: int, divides_data: bool) -> None:
     for key in elsewhere:
         if given[key] != plain[key]:
             raise ConfigError(
-                f"{key}: expected {plain[key]!r} for a run in one process, found {given[key]!r}; leave it out, or "
+                f"{key}: a run in one process supports only {plain[key]!r}, found {given[key]!r}; leave it out, or "
                 "submit the run"
             )
     for key in _IN_A_FOLDER:
         if given[key] != plain[key] and not config.run.name:
             raise ConfigError(
-                f"run.name: expected the name of a run folder with {key} = {given[key]!r}, found none; without a name "
-                "the run folder of a run in one process is temporary"
+                f"run.name: {key} = {given[key]!r} requires it, because without a name an in-process run's folder "
+                "is temporary; set it"
             )
     drawn = cohort_size(config.cohort.fraction, sites)
     if config.cohort.min_sites != plain["cohort.min-sites"] and config.cohort.min_sites > drawn:
         raise ConfigError(
-            f"cohort.min-sites: expected at most {drawn}, the sites drawn per round here, found "
+            f"cohort.min-sites: expected at most {drawn}, the number of sites drawn per round here, found "
             f"{config.cohort.min_sites}; lower it, or add sites"
         )

@@ -54,7 +54,7 @@ class LocalFederation:
         config: the validated run config.
         method: the method with its fields; it decides what is shared.
         task: base model, adapter, data and scores; all sites use this task.
-        federation: the server's state, the sites' private states, and each round's byte counts and reports.
+        federation: the server's state and the sites' private states, with each round's byte counts and reports.
         data: each site's folder or file of rows.
     """
 
@@ -82,31 +82,30 @@ class LocalFederation:
             sites: each site's folder or file of rows, by name. Sites with the same path divide its rows among
                 themselves according to task.partition. An integer instead divides task.data among that many sites.
             device: "cpu", "cuda" or "auto"; all sites train on it, one after another.
-            tap: records every message, for attacks; `audit` needs run.capture-messages instead.
-            site_seconds: simulated seconds that a site's client round takes; 1 for a site that is not named. They
-                decide which uploads a round takes with cohort.buffer-size, and `federation.clock`.
+            tap: records every message for attacks. `audit` requires run.capture-messages instead.
+            site_seconds: simulated seconds that each site's client round takes; 1 for sites not listed. With
+                cohort.buffer-size they decide which uploads a round takes; they also set `federation.clock`.
 
         Raises:
             ConfigError: a key or value in the run config is invalid or would have no effect in one process, or there
                 are no sites.
             TaskError: a base model, a folder, a column or a row is missing.
-            StateError: run.name is taken by another run, or there is no run to resume.
+            StateError: another run already has this run.name, or there is no run to resume.
         """
         run_config = read_config(config)
         folders = _folders(run_config, sites)
         require_local(run_config, len(folders), divides_data=isinstance(sites, int))
         run = run_config.run
         if tap and run.capture_messages:
-            raise ConfigError("tap: expected none with run.capture-messages, which records the messages, found one")
+            raise ConfigError("tap: run.capture-messages already records the messages; use only one of the two")
         if run.name and not run.resume:
             checkpoints.require_new(Path(run.dir).expanduser() / run.name)
         plan = RunPlan.from_config(run_config, run.name or "local", device)
         method, task = plan.method, plan.task
         if plan.guarantee is not None and math.isfinite(plan.guarantee.budget.epsilon):
             raise ConfigError(
-                "dp.epsilon, or epsilon in method.params: expected none for a run in one process, which has no ledger "
-                f"to enforce it, found {plan.guarantee.budget.epsilon:g}; leave it out, and read `epsilon` after the "
-                "run"
+                "dp.epsilon, or epsilon in method.params: an in-process run has no ledger to enforce the limit "
+                f"{plan.guarantee.budget.epsilon:g}; leave it out, and read `epsilon` after the run"
             )
         rows = _rows(task, run_config, folders)
 
@@ -152,7 +151,7 @@ class LocalFederation:
         if recorder.ended or recorder.has_failed:
             how = "has ended" if recorder.ended else "was ended by an error"
             resume = ", or resume it with run.resume = true" if self.config.run.name and recorder.has_failed else ""
-            raise StateError(f"run: expected a run that can continue, found one that {how}; create a new one{resume}")
+            raise StateError(f"run: this run {how} and cannot continue; create a new federation{resume}")
         try:
             recorder.begin()
             with _progress_bar(sys.stderr.isatty() if progress is None else progress) as bar:
@@ -172,13 +171,13 @@ class LocalFederation:
     def evaluate(
         self, data: str | Path, site: str | None = None, split: str = "test", generate: bool = False
     ) -> dict[str, float]:
-        """Return the current model's scores: always "loss"; with `generate`, the scores of its generated text too.
+        """Return the current model's scores: always "loss" and, with `generate`, also the scores of its generated text.
 
         Args:
             data: folder or file of rows.
-            site: the site whose own model to score, if sites keep models, or None for the server's model.
-            split: the split of the folder to score. Under evaluate.validation-share, rows like those that choose the
-                model are left out of "test", and are "validation" in a folder without such a split.
+            site: the site whose own model is scored, if sites keep models; None scores the server's model.
+            split: the split of the folder to score. Under evaluate.validation-share, the rows that are held out to
+                choose the model are left out of "test", and serve as "validation" in a folder without that split.
             generate: whether to generate text, which takes longer.
 
         Raises:
@@ -191,10 +190,12 @@ class LocalFederation:
         view = "server" if site is None else "client"
         if view not in views:
             raise ConfigError(
-                f"site: expected a site with its own model, found {site}, which has only {', '.join(views)}: either "
-                f"{self.config.method.name} keeps no model at a site, or it has not trained yet; leave site out"
+                f"site: {site} does not have its own model, only {', '.join(views)}: either "
+                f"{self.config.method.name} keeps no model at a site, or the site has not trained yet; leave site "
+                "out"
             )
-        task = self._recorder.server_task if site is None else self.task  # under FedSP the sites train a proxy
+        # Under FedSP, the sites' own task trains a proxy.
+        task = self._recorder.server_task if site is None else self.task
         weights = {name: views[view][name] for name in task.spec}
         divided = validation_split.read_test_split(task, self.config, Path(data).expanduser(), split)
         return task.evaluate(weights, divided.test, generate)
@@ -208,7 +209,7 @@ class LocalFederation:
         """
         folder = self._recorder.folder.folder
         if not (folder / "status.json").is_file():
-            raise StateError("run: expected a run that has started, found none; call run() first")
+            raise StateError("run: the run has not started; call run() first")
         return Run(folder, owner=self)
 
     @property
@@ -253,7 +254,7 @@ class LocalFederation:
         """Write the final model and its card to a new folder that PEFT or transformers can load. Return its path.
 
         Raises:
-            StateError: the run has no final model yet, or the folder is not empty.
+            StateError: the run does not have a final model yet, or the folder is not empty.
         """
         return self.results.save(folder)
 
@@ -269,8 +270,8 @@ class LocalFederation:
     ) -> AuditOutcome:
         """Attack the run using its captured messages, with controls, like `fedveil audit`. Members are the sites' rows.
 
-        The arguments are those of `Run.audit`. By default, the non-members come from the one folder split among
-        all sites: the rows beyond task.examples-per-site, or the split "test".
+        The arguments are those of `Run.audit`. By default, if all sites divide one folder, the non-members come from
+        that folder: the rows beyond task.examples-per-site, or the split "test".
 
         Raises:
             StateError: the run has no final model, or run.capture-messages was not set.
@@ -280,22 +281,21 @@ class LocalFederation:
         results = self.results
         if not self.config.run.capture_messages:
             raise StateError(
-                "run.capture-messages: expected true for an audit, found false; set it and run again: without the "
-                "messages there is nothing to attack"
+                "run.capture-messages: an audit attacks the captured messages, but this run captured none; set "
+                "this key to true and run again"
             )
         data, sites = _members(self.data)
         if data is not None and set(load_run(results.folder).sites) != set(self.data):
             raise ConfigError(
-                "cohort.fraction: expected a run that drew every site, for an audit of one folder that all sites "
-                "divide, found a site that no round drew, so the shares cannot be determined; run more rounds, or draw "
-                "all sites"
+                "cohort.fraction: no round drew one of the sites that divide the folder, so their shares cannot "
+                "be determined for an audit; run more rounds, or draw all sites"
             )
         return results.audit(data, sites, non_members, max_rows, seed, minutes, canaries, device, say)
 
 
 @dataclass(frozen=True)
 class _SiteRows:
-    """A site's prepared rows: those to train on, with their units, and those held out for validation."""
+    """A site's prepared rows: the training rows, with their units, and the rows held out for validation."""
 
     trained: Rows
     units: UnitRows | None = None
@@ -306,26 +306,26 @@ def _folders(config: RunConfig, sites: Mapping[str, str | Path] | int) -> dict[s
     """Return each site's folder. Raises ConfigError if there are no sites, or no task.data to divide."""
     if not isinstance(sites, int):
         if not sites:
-            raise ConfigError("sites: expected a mapping from each site's name to its folder of examples, found none")
+            raise ConfigError("sites: there are none; give a mapping from each site's name to its folder of examples")
         # Sorted, so that a resumed run or an audit gives each site the same state and share of a divided folder.
         return {name: Path(sites[name]).expanduser() for name in sorted(sites, key=natural_key)}
     if sites < 1 or not config.task.data:
         raise ConfigError(
-            f'sites: expected a positive number of sites that divide task.data, found {sites} and task.data = "'
-            f'{config.task.data}"; set both, or name each site and its folder'
+            f"sites: a number of sites must be positive and divide task.data, found {sites} and task.data = "
+            f'"{config.task.data}"; set both, or name each site and its folder'
         )
     return {f"{_SPLIT}{i}": Path(config.task.data).expanduser() for i in range(sites)}
 
 
 def _members(folders: Mapping[str, Path]) -> tuple[Path | None, Mapping[str, Path]]:
-    """Return the folder that all sites divide, or each site's own folder, for an audit. Raises ConfigError."""
+    """Return what an audit needs: the folder that all sites divide, or each site's own folder. Raises ConfigError."""
     shared = Counter(folders.values())
     if len(folders) > 1 and len(shared) == 1:
         return next(iter(shared)), {}
     if len(shared) < len(folders):
         raise ConfigError(
-            "sites: expected one folder that all sites divide, or a separate folder for each site, for an audit, found "
-            "a folder that only some sites divide; call results.audit(sites=...) with each site's own files"
+            "sites: only some of the sites divide a folder, so the audit cannot tell which rows are whose; call "
+            "results.audit(sites=...) with each site's own files"
         )
     return None, folders
 
@@ -333,7 +333,7 @@ def _members(folders: Mapping[str, Path]) -> tuple[Path | None, Mapping[str, Pat
 def _rows(task: Task, config: RunConfig, folders: Mapping[str, Path]) -> dict[str, _SiteRows]:
     """Return each site's prepared rows. A folder named by several sites is divided among them.
 
-    Raises TaskError if evaluate.validation-share leaves a site no row to train on or none to hold out.
+    Raises TaskError if evaluate.validation-share leaves a site without a row to train on, or without a row to hold out.
     """
     shared, used = Counter(folders.values()), Counter[Path]()
     site_examples = dict[str, _SiteRows]()
@@ -350,14 +350,14 @@ def _rows(task: Task, config: RunConfig, folders: Mapping[str, Path]) -> dict[st
 
 
 def _split_rows(task: Task, config: RunConfig, site: str, prepared: PreparedData, examples: Examples) -> _SiteRows:
-    """Return a site's rows without those that are held out, by the content of their `examples`. Raises TaskError."""
+    """Split off a site's held-out rows, which the content of their `examples` determines. Raises TaskError."""
     origins = [example.origin for example in examples]
     marks = dict(zip(origins, validation_split.mark_held_out(examples, config), strict=True))
     held = frozenset(at for at, origin in enumerate(prepared.origins()) if marks[origin])  # a task may drop rows
     if not 0 < len(held) < len(prepared.rows):
         raise TaskError(
-            f"{validation_split.KEY}: expected at least one row of the site {site} to hold out and one to train on, "
-            f"found {len(held)} of {len(prepared.rows)} to hold out; add rows, or name the server's test data "
+            f"{validation_split.KEY}: the site {site} needs at least one row to hold out and one to train on, but "
+            f"{len(held)} of its {len(prepared.rows)} rows are held out; add rows, or set the server's test data "
             "(task.evaluation)"
         )
     log.info(

@@ -1,14 +1,16 @@
-"""Record a run in one process in a run folder, as a server does, for reports, cards, audits and sinks.
+"""Record an in-process run in a run folder, as a server does, for reports, cards, audits and sinks.
 
-The folder claims nothing that only a real server provides: `config.json` contains `"in_process": true`, no upload is
-signed, and no site's audit log is anchored.
+The folder does not claim anything that only a real server provides: `config.json` contains `"in_process": true`, no
+upload is signed, and no site's audit log is anchored.
 
 | with run.name | without run.name |
 |---|---|
 | the folder is run.dir/run.name, and is kept | the folder is temporary |
-| checkpoints after every round, with the sites' private states, for run.resume | only for select-model = "best" |
+| checkpoints after every round, with the sites' private states, for run.resume | checkpoints only for select-model =
+  "best" |
 
-With cohort.buffer-size, a checkpoint has no uploads: a resume asks every site again, and records which were training.
+With cohort.buffer-size, a checkpoint contains no uploads: a resumed run asks every site again, and records which sites
+were training.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class LocalRunRecorder:
 
     Attributes:
         folder: the run folder; locked for the lifetime of this object.
-        course: the rounds that counted, and the best of them.
+        course: the completed rounds, and the best of them.
         evaluator: scores the server's model on task.evaluation; None if that is not set.
         server_task: the task with the adapter of the server's model.
         next_round: the next round, from 0.
@@ -80,7 +82,7 @@ class LocalRunRecorder:
         self._private: dict[str, int] = {}  # by site: the round in which its state was saved
         self._named_before = set[str]()
         self._terms = run_fingerprint.run_terms(federation.exchange, plan.settings) | {"in_process": True}
-        self.folder = RunFolder(path, run.resume)  # last, so that a wrong config leaves no folder
+        self.folder = RunFolder(path, run.resume)  # created last, so that an invalid config leaves no folder behind
         try:
             self.folder.config(plan.config, plan.method, count_adapter_weights(plan.task), in_process=True)
             if self.folder.resumed:
@@ -148,7 +150,7 @@ class LocalRunRecorder:
         return record
 
     def _discarded(self, round_: int) -> tuple[dict[str, str], dict[str, list[int]]]:
-        """Record the uploads that were too stale. Return the reason by site, and their bytes and messages by site."""
+        """Record the uploads that were too stale. Return, by site, the reasons, and the uploads' bytes and messages."""
         failed, unlisted = dict[str, str](), dict[str, list[int]]()
         for site, (size, reason) in self._federation.discarded.items():
             failed[site], unlisted[site] = f"refused: {reason}", [size, 0, 1, 0]
@@ -156,7 +158,7 @@ class LocalRunRecorder:
         return failed, unlisted
 
     def finish(self) -> None:
-        """Choose the final model, score it if no round has, and write it with its card."""
+        """Choose the final model, score it unless a round already has, and write it with its card."""
         federation, course = self._federation, self.course
         if (best := course.replaced()) is not None:
             federation.server = best
@@ -240,7 +242,7 @@ class LocalRunRecorder:
         return dict(self._private)
 
     def _remove_old_states(self, now: Mapping[str, int]) -> None:
-        """Remove the states that neither this checkpoint nor the previous one names."""
+        """Remove the states that neither this checkpoint nor the previous one refers to."""
         folder, numbers = self.folder.folder / _STATES, {site: i for i, site in enumerate(self._federation.sites)}
         if not folder.is_dir():
             return
@@ -255,13 +257,16 @@ class LocalRunRecorder:
         server, loop = self.folder.load_checkpoint()
         if "secrets" not in loop:
             raise StateError(
-                f"run.resume: expected a run in one process in {self.folder.folder}, found a server's run; resume it "
+                f"run.resume: the run in {self.folder.folder} is a server's run, not an in-process run; resume it "
                 "with fedveil submit"
             )
         changes = run_fingerprint.changed_terms(loop["terms"], self._terms)
         federation, numbers = self._federation, {site: i for i, site in enumerate(self._federation.sites)}
         if unknown := sorted(loop["private"].keys() - numbers.keys()):
-            raise ConfigError(f"sites: expected the sites in the checkpoint, found none named {unknown[0]}")
+            raise ConfigError(
+                f"sites: the checkpoint is from a site {unknown[0]}, which is missing here; name the same sites as "
+                "before"
+            )
         self._private = {site: int(round_) for site, round_ in loop["private"].items()}
         self._named_before = {f"{numbers[site]}-{round_}.safetensors" for site, round_ in self._private.items()}
         private: dict[str, FederatedState | None] = {

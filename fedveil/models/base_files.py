@@ -1,4 +1,4 @@
-"""Check for defects in a base model's folder and weights; each is reported in one sentence.
+"""Check for defects in a base model's folder and weights. Each defect is reported in one sentence.
 
 | defect | without this check |
 |---|---|
@@ -39,21 +39,21 @@ _MOST_HEADER = 1 << 26  # size limit for the header of a safetensors file
 _MOST_FILES = 1000
 _ADAPTERS = ("adapter_config.json", "adapter.json")
 _QUANTIZED = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4", ".SCB", ".weight_format")
-_MORE_ROWS = {"mllama": 8, "mllama_text_model": 8}  # rows that transformers adds to vocab_size
+_MORE_ROWS = {"mllama": 8, "mllama_text_model": 8}  # number of rows that transformers adds to vocab_size
 _ENCODERS = ("bert-generation", "xlnet")  # encoders that transformers lists only as causal models
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 
 
 def check_base_files(name: str, folder: Path, trains_base: bool) -> None:
-    """Check a base's folder. Files that cannot be read here are reported when the base is loaded.
+    """Check a base's folder. Files that cannot be read here cause an error when the base is loaded.
 
     Args:
         name: task.model, for errors.
         trains_base: whether all weights of the base are trained.
 
     Raises:
-        TaskError: all weights are to be trained but are quantized, they are plain although config.json says otherwise,
-            or vocab_size does not match the embedding.
+        TaskError: all weights are to be trained but are quantized, the weights are plain although config.json says
+            otherwise, or vocab_size does not match the embedding.
     """
     config = _config(folder)
     shapes = dict(_shapes(folder))
@@ -65,8 +65,9 @@ def check_base_files(name: str, folder: Path, trains_base: bool) -> None:
         is_plain = shapes and not any(tensor.endswith(_QUANTIZED) for tensor in shapes)
         if kind == "bitsandbytes" and is_plain:
             raise TaskError(
-                f'task.model: expected quantized weights in "{name}", as its config.json says, found plain ones; '
-                'remove quantization_config from config.json, and set train.quantized-base = "4bit" to load them so'
+                f'task.model: by its config.json, "{name}" has quantized weights, but they are not quantized; '
+                'remove quantization_config from config.json, and set train.quantized-base = "4bit" to load them '
+                "quantized"
             )
     part = config.get("text_config")
     text = part if isinstance(part, dict) else config
@@ -76,8 +77,8 @@ def check_base_files(name: str, folder: Path, trains_base: bool) -> None:
     rows = {shape[0] for tensor, shape in shapes.items() if tensor.endswith(_EMBEDDINGS) and len(shape) == 2}
     if type(said) is int and len(rows) == 1 and said not in rows:
         raise TaskError(
-            f'task.model: expected the embedding of "{name}" to have {said:,} rows, the vocab_size in its config.json, '
-            f"found {rows.pop():,}; correct vocab_size"
+            f'task.model: the embedding of "{name}" has {rows.pop():,} rows, but vocab_size in its config.json is '
+            f"{said:,}; correct vocab_size"
         )
 
 
@@ -113,7 +114,7 @@ def embedding_rows(model: Any) -> int:
     """Return the number of rows in a model's token embedding; 0 if it is not known."""
     try:
         weight = getattr(model.get_input_embeddings(), "weight", None)
-    except NotImplementedError:  # a model with two towers, such as CLIP's
+    except NotImplementedError:  # a model with two towers, such as CLIP
         return 0
     return 0 if weight is None else int(weight.shape[0])
 
@@ -125,8 +126,8 @@ def check_tokens(name: str, tokens: Iterable[int], rows: int) -> None:
     """
     if (highest := max(tokens, default=0)) >= rows:
         raise TaskError(
-            f'task.model: expected tokens below {rows:,}, the rows of the embedding of "{name}", found token '
-            f"{highest:,} from its tokenizer; use the base's own tokenizer, or resize the embedding and save both"
+            f'task.model: the tokenizer of "{name}" gives token {highest:,}, but the embedding has only {rows:,} '
+            "rows; use the base's own tokenizer, or resize the embedding and save both"
         )
 
 
@@ -138,8 +139,8 @@ def _check_finite(name: str, model: Any) -> None:
             continue
         if not all(math.isfinite(float(edge)) for edge in parameter.aminmax()):
             raise TaskError(
-                f'task.model: expected finite weights in "{name}", found NaN or infinity in {sanitize(at, 200)}; copy '
-                "or convert the base again"
+                f'task.model: the weight {sanitize(at, 200)} in "{name}" contains NaN or infinity; copy or convert '
+                "the base again"
             )
 
 
@@ -155,14 +156,14 @@ def check_causal(name: str, model: Any) -> None:
     reads_all = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or kind in _ENCODERS
     if reads_all and not (getattr(config, "is_decoder", False) or getattr(config, "causal", False)):
         raise TaskError(
-            f'task.model: expected a model that predicts each token from those before it, found the encoder "{kind}" '
-            f'in "{name}"; use a decoder such as Llama, or the task "text-classification"'
+            f'task.model: "{name}" is an encoder ("{kind}"), which does not predict each token from those before '
+            'it; use a decoder such as Llama, or the task "text-classification"'
         )
 
 
 def _adapter_error(name: str, file: str) -> TaskError:
     return TaskError(
-        f'task.model: expected a base model, found an adapter ({file}) in "{name}"; merge it into its base first '
+        f'task.model: "{name}" contains an adapter ({file}), not a base model; merge it into its base first '
         "(`fedveil merge`, or PEFT's merge_and_unload) and use the merged model's folder"
     )
 

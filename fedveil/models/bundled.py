@@ -1,6 +1,6 @@
 """Locate the bundled bases: each task's own small model, in the folder `tiny-<task>`, for offline use.
 
-The scripts that created them are in the repository's `tools/`. The bundle that Flower sends contains no weights.
+The scripts that created them are in the repository's `tools/`. The app bundle that Flower sends contains no weights.
 Inside a running app, the app's own copy of `fedveil/` hides the installed one; `bundled_folder` searches both places.
 
 It imports neither torch nor transformers.
@@ -47,7 +47,7 @@ def _assets() -> Iterator[Path]:
 
 
 def _installed_roots() -> Iterator[Path]:
-    """Yield where pip installed the distribution: its site-packages, and the checkout behind an editable install."""
+    """Yield the folders where pip installed the distribution: site-packages, or an editable install's checkout."""
     try:
         distribution = importlib.metadata.distribution("fedveil")
     except importlib.metadata.PackageNotFoundError:

@@ -2,10 +2,10 @@
 
 | the base's head | result |
 |---|---|
-| none | a head drawn from a public stream of run.seed, so that all sites start from the same head |
+| no head | a head drawn from a public stream of run.seed, so that all sites start from the same head |
 | the same number of classes, unnamed ("LABEL_0") or with the run's names in the run's order | that head is used |
 | the run's names in a different order | an error that shows the base's order |
-| other classes | a new head, as if there were none; the log says so |
+| other classes | a new head, as if the base had none; the log says so |
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def linear_layers(model: Any, heads: Sequence[str]) -> list[str]:
 
 
 def find_heads(model: Any, name: str) -> list[str]:
-    """Return the modules with weights that are not part of the base model itself."""
+    """Return the modules that have weights but are not part of the base model itself."""
     parts = dict(model.named_children())
     base = model.base_model if model.base_model is not model else parts.get("vision_model")  # CLIP's and SigLIP's
     heads = [at for at, m in parts.items() if m is not base and next(m.parameters(), None) is not None]
@@ -104,7 +104,7 @@ def find_heads(model: Any, name: str) -> list[str]:
 
 
 def _is_within(name: str, modules: Sequence[str]) -> bool:
-    """Return whether a module or tensor is one of `modules`, or inside one."""
+    """Return whether a module or tensor is one of `modules` or belongs to one of them."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 

@@ -1,8 +1,8 @@
 """A frozen CLIP: its text features for given contexts, and its image features.
 
 A text is [SOS][context][class name].[EOS]; the context is given in the token embedding space. The text tower is causal,
-so [SOS] and the context have the same hidden states in the texts of all classes. They are computed once, and the names
-attend to them, in groups of equal length.
+so [SOS] and the context have the same hidden states in the texts of all classes. These are computed once. The names
+attend to them, in groups of names with the same length.
 
     hidden(name) = layer(name; keys and values of [SOS], context and name)      each group: classes x tokens, no padding
 """
@@ -50,9 +50,7 @@ def load_clip(config: RunConfig, adapter: Adapter, device: torch.device, tiny_fo
     if not hasattr(processor, "image_processor"):
         raise TaskError(f'task.model: expected a processor of images and text, found none in "{name}"; {loading.NEXT}')
     if processor.tokenizer.bos_token_id is None:
-        raise TaskError(
-            f'task.model: expected a tokenizer with a start token, found none in "{name}"; set its bos_token'
-        )
+        raise TaskError(f'task.model: the tokenizer of "{name}" has no start token; set its bos_token')
     base_files.check_loaded_base(name, model, processor.tokenizer)
     model = model.to(device).eval()
     context: int = model.config.text_config.max_position_embeddings
@@ -79,7 +77,7 @@ class EncodedImage:
 
 @final
 class ClassTexts:
-    """The texts for a fixed list of classes, with any context.
+    """The texts for a fixed list of classes, with any context vectors.
 
     Raises:
         TaskError: there are no names, or duplicates, or a name does not fit after `length` vectors.
@@ -89,8 +87,8 @@ class ClassTexts:
         if len(set(names)) != len(names) or not names:
             double = sorted({name for name in names if names.count(name) > 1})
             raise TaskError(
-                f"task.class-names: expected at least one name and no duplicates, found {double or 'none'}; correct "
-                "them"
+                f"task.class-names: there must be at least one name and no duplicates, found {double or 'none'}; "
+                "correct them"
             )
         self._model, self._tokenizer = base.model, base.tokenizer
         self._device = base.model.device
@@ -98,8 +96,9 @@ class ClassTexts:
         for name, ids in zip(names, tokens, strict=True):
             if base.context is not None and 1 + length + len(ids) > base.context:
                 raise TaskError(
-                    f"task.class-names: expected at most {base.context} tokens in [SOS], {length} vectors, name and "
-                    f'[EOS], found {1 + length + len(ids)} with "{name}"; shorten the name, or lower adapter.length'
+                    f'task.class-names: with "{name}", [SOS], {length} vectors, name and [EOS] take '
+                    f"{1 + length + len(ids)} tokens, but the model supports {base.context}; shorten the name, or "
+                    "lower adapter.length"
                 )
         by_length = sorted(range(len(names)), key=lambda i: len(tokens[i]))
         self._groups: list[Int[Tensor, "classes tokens"]] = [
@@ -189,7 +188,7 @@ def _through(
 
 @torch.no_grad()
 def encode_images(base: LoadedModel, pictures: Sequence[Any], patches: bool) -> Float[Tensor, "rows points D"]:
-    """Return each whole image's features: norm 1, fp32, on the CPU; with `patches`, its patches' features follow."""
+    """Return each whole image's features, then those of its patches if `patches`; norm 1, fp32, on the CPU."""
     model = base.model
     with quiet_libraries():
         pixels = base.processor.image_processor(images=list(pictures), return_tensors="pt")["pixel_values"]

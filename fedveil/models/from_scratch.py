@@ -32,7 +32,7 @@ def model_config_of(where: str, is_local: bool, config: RunConfig, tiny_vit: Map
         return None
     if not config.task.from_scratch:
         raise TaskError(
-            f'task.model: expected weights next to config.json in "{where}", found none; copy them there, or set '
+            f'task.model: there are no weights next to config.json in "{where}"; copy them there, or set '
             "task.from-scratch = true to train from scratch"
         )
     return AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=False, num_labels=classes)

@@ -74,7 +74,7 @@ def load_image_classifier(
 def _load(
     config: RunConfig, adapter: Adapter, device: torch.device, where: str, is_local: bool
 ) -> tuple[Any, list[str]]:
-    """Return a model with weights, and the modules of its new head; no modules if its own head is used."""
+    """Return a model with weights, and the modules of its new head; there are none if its own head is used."""
     from transformers import AutoConfig, AutoModelForImageClassification
 
     name, classes = config.task.model, config.task.class_list
@@ -107,11 +107,11 @@ def _check_bare(model: Any, config: RunConfig) -> None:
     """Raise an error for a model that cannot start from scratch."""
     if config.train.quantized_base != "none":
         raise ConfigError(
-            f'train.quantized-base: expected "none" with a model without weights, found '
-            f'"{config.train.quantized_base}"; set it to "none"'
+            f'train.quantized-base: a model without weights cannot be quantized ("{config.train.quantized_base}"); '
+            'set it to "none"'
         )
     if any(at.endswith("running_mean") for at, _ in model.named_buffers()):
         raise TaskError(
-            "task.model: expected a model without batch normalization to start from scratch, found "
-            f'{type(model).__name__} in "{config.task.model}"; use one with weights, or a ViT'
+            f'task.model: {type(model).__name__} in "{config.task.model}" has batch normalization, so it cannot '
+            "start from scratch; use a model with weights, or a ViT"
         )

@@ -19,7 +19,7 @@ _NOISY = (
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Keep the libraries' progress bars, advice and import-time warnings off the terminal; errors are still raised."""
+    """Keep the libraries' progress bars, hints and import-time warnings off the terminal; errors are still raised."""
     loggers = [logging.getLogger(name) for name in _NOISY]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():

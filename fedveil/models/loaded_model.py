@@ -13,7 +13,7 @@ from fedveil.contract.param_spec import ParamLocation, Weights
 from fedveil.errors import TaskError
 from fedveil.rng import RandomStream
 
-_ALIGNED = 64  # bytes; torch's own alignment: otherwise kernels may sum in a different order
+_ALIGNED = 64  # bytes, as torch aligns its tensors; with less, kernels may sum in a different order
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class LoadedModel:
         self.lent.update(self.trained)
 
     def take(self) -> dict[str, Tensor]:
-        """Hand the trained tensors over to the caller; the model has none until others are loaded."""
+        """Hand the trained tensors over to the caller; the model has no trained tensors until others are loaded."""
         tensors = {name: parameter.detach() for name, parameter in self.trained.items()}
         self.drop()
         return tensors
@@ -98,19 +98,17 @@ class LoadedModel:
     def _check_names(self, weights: Weights) -> None:
         for name in self.trained:
             if name not in weights:
-                raise TaskError(f"weights: expected {name}, found no such tensor; send every tensor of the spec")
+                raise TaskError(f"weights: the tensor {name} is missing; send every tensor of the spec")
         for name in weights:
             if name not in self.trained:
-                raise TaskError(
-                    f"weights: expected the tensors of the spec, found {name}; use one adapter on both sides"
-                )
+                raise TaskError(f"weights: {name} is not a tensor of the spec; use the same adapter on both sides")
 
     def _fitting(self, weights: Weights, name: str) -> Tensor:
         weight = weights[name]
         if weight.shape != self.trained[name].shape:
             raise TaskError(
                 f"weights: expected {name} of shape {tuple(self.trained[name].shape)}, found "
-                f"{tuple(weight.shape)}; use one base and one adapter on both sides"
+                f"{tuple(weight.shape)}; use the same base and adapter on both sides"
             )
         return weight
 

@@ -51,12 +51,12 @@ def find_model(name: str, tiny_folder: Path | None) -> tuple[str, bool]:
         base_files.refuse_adapter(name, folder)
         if not (folder / "config.json").is_file():
             raise TaskError(
-                f'task.model: expected a model folder with config.json, found none in "{name}" '
-                f"(it has {name_some(sorted(p.name for p in folder.iterdir()))}); {NEXT}"
+                f'task.model: there is no config.json in "{name}" (it has '
+                f"{name_some(sorted(p.name for p in folder.iterdir()))}); {NEXT}"
             )
         return str(folder), True
     if not name or folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or folder.exists():
-        raise TaskError(f'task.model: expected a folder with a model, found none at "{name}"; {NEXT}')
+        raise TaskError(f'task.model: there is no folder with a model at "{name}"; {NEXT}')
     return name, False
 
 
@@ -75,7 +75,7 @@ def check_context(config: RunConfig, adapter: Adapter, tiny_folder: Path | None)
             content = json.loads(file.read(_CONFIG_BYTES))
         content = content.get("text_config") or content
         named = [content.get(key) for key in ("max_position_embeddings", "n_positions")]
-    except (OSError, ValueError, RecursionError, AttributeError):  # loading the base will report the problem
+    except (OSError, ValueError, RecursionError, AttributeError):  # loading the base reports the problem later
         return
     if numbers := [number for number in named if type(number) is int]:
         _fitting(max(numbers), config, adapter)
@@ -136,17 +136,17 @@ def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device, tiny_
         where = find_model(name, tiny_folder)
         model, processor = load_model(config, adapter, device, where, AutoModelForImageTextToText, AutoProcessor, kind)
         if not hasattr(processor, "image_processor"):
-            raise TaskError(f'task.model: expected a processor of images and text, found none in "{name}"; {NEXT}')
+            raise TaskError(f'task.model: "{name}" has no processor for images and text; {NEXT}')
         if not getattr(processor, "chat_template", None):
             raise TaskError(
-                f'task.model: expected a processor with a chat template, found none in "{name}"; add '
-                "chat_template.jinja to its folder, or use an instruction-tuned model"
+                f'task.model: the processor of "{name}" has no chat template; add chat_template.jinja to its '
+                "folder, or use an instruction-tuned model"
             )
         language = getattr(model.base_model, "language_model", None)
         if language is None:
             raise TaskError(
-                f"task.model: expected a vision tower with a language model, found {type(model).__name__} "
-                f'in "{name}"; {NEXT}'
+                f'task.model: {type(model).__name__} in "{name}" does not have a vision tower with a language '
+                f"model; {NEXT}"
             )
         base_files.check_loaded_base(name, model, processor.tokenizer, adapter.trains_base)
         ends = _end_tokens(name, where, processor.tokenizer)
@@ -186,7 +186,7 @@ def load_without_weights(
 
 
 def library_arguments(is_local: bool) -> dict[str, bool]:
-    """Return the arguments for loading any model or processor; they ensure that no code from its folder runs."""
+    """Return the arguments for loading a model or processor, which ensure that no code from its folder runs."""
     return {"local_files_only": is_local, "trust_remote_code": False}
 
 
@@ -206,10 +206,7 @@ def load_model(
     """
     name, (where, is_local) = config.task.model, found
     if where == "tiny":
-        raise TaskError(
-            f'task.model: expected the folder of the tiny base of "{config.task.name}", found none; '
-            f"{bundled.HOW_TO_GET_IT}"
-        )
+        raise TaskError(f'task.model: the tiny base of "{config.task.name}" is not installed; {bundled.HOW_TO_GET_IT}')
     try:
         processor = processor_of.from_pretrained(where, **library_arguments(is_local))
         model, info = model_of.from_pretrained(
@@ -222,9 +219,7 @@ def load_model(
         raise TaskError(f'task.model: cannot load "{name}" as {kind} ({first_line(error)}); {NEXT}') from None
     check_whole(name, info)
     if getattr(processor, "tokenizer", processor).eos_token_id is None:
-        raise TaskError(
-            f'task.model: expected a tokenizer with an end token, found none in "{name}"; set its eos_token'
-        )
+        raise TaskError(f'task.model: the tokenizer of "{name}" has no end token; set its eos_token')
     return model, processor
 
 
@@ -251,8 +246,8 @@ def _end_tokens(name: str, found: tuple[str, bool], tokenizer: Any) -> tuple[int
     ends = given if isinstance(given, list) else [] if given is None else [given]
     if wrong := [end for end in ends if type(end) is not int or not 0 <= end < len(tokenizer)]:
         raise TaskError(
-            f"task.model: expected tokens from 0 to {len(tokenizer) - 1} as eos_token_id in {GENERATION} of "
-            f'"{name}", found {sanitize(wrong[0], 40)}; correct the file'
+            f'task.model: eos_token_id in {GENERATION} of "{name}" must be from 0 to {len(tokenizer) - 1}, found '
+            f"{sanitize(wrong[0], 40)}; correct the file"
         )
     return (own, *sorted({*ends} - {own}))
 
@@ -311,8 +306,7 @@ def check_whole(name: str, info: Mapping[str, Any]) -> None:
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:
         raise TaskError(
-            f'task.model: expected all weights of the model, but "{name}" lacks {name_some(absent)} or has them in '
-            f"another shape; {NEXT}"
+            f'task.model: "{name}" lacks the weights {name_some(absent)}, or they have a different shape; {NEXT}'
         )
 
 

@@ -3,8 +3,8 @@
 A run names the file in `task.module`. It is `fedveil/own/<name>.py` in the app, so the bundle's digest covers it. For a
 run in one process, `LocalFederation` accepts a file from anywhere.
 
-The source check finds mistakes and tells the author what a file may use. It is not a sandbox: code that may call torch
-can do anything. A site pins the file's digest in its policy, or the digest of the whole bundle.
+The source check finds mistakes and tells the author what a file may use. It is not a sandbox, because code that can
+call torch can do anything. A site pins the file's digest in its policy, or the digest of the whole bundle.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def module_digest(content: bytes) -> str:
 def with_own_task(settings: Mapping[str, object], trains_base: bool = True) -> dict[str, object]:
     """Return a run's settings; with a task.module, add the task's name, and all weights as the adapter.
 
-    If task.module is a path, it is registered for this process and replaced by the file's name. Keys that are set, and
-    settings without a task.module, do not change. `trains_base`: whether the method accepts all weights.
+    If task.module is a path, it is registered for this process and replaced by the file's name. Keys that are already
+    set do not change, nor do settings without a task.module. `trains_base`: whether the method accepts all weights.
     """
     completed = dict(settings)
     module = str(completed.get("task.module", ""))
@@ -100,7 +100,7 @@ def with_own_task(settings: Mapping[str, object], trains_base: bool = True) -> d
 def register_file(file: Path) -> str:
     """Register `file` so that this process finds it by its name; return the name. Raises ConfigError if missing."""
     if not file.is_file():
-        raise ConfigError(f'task.module: expected a Python file, found none at "{file}"; set it to the model\'s file')
+        raise ConfigError(f'task.module: there is no Python file at "{file}"; set it to the model\'s file')
     _REGISTERED[file.stem] = file.resolve()
     return file.stem
 
@@ -108,12 +108,10 @@ def register_file(file: Path) -> str:
 def find_module(name: str) -> Path:
     """Return the file of `task.module`. Raises ConfigError if there is none."""
     if not name:
-        raise ConfigError('task.module: expected a file with task.name = "own-model", found none; set it')
+        raise ConfigError('task.module: task.name = "own-model" requires a file; set it')
     file = _REGISTERED.get(name) or Path(next(iter(fedveil.own.__path__))) / f"{name}.py"
     if not file.is_file():
-        raise ConfigError(
-            f"task.module: expected a file called {name}.py in this app, found none; copy it to fedveil/own/"
-        )
+        raise ConfigError(f"task.module: this app has no file {name}.py; copy it to fedveil/own/")
     return file
 
 
@@ -140,7 +138,7 @@ def load_module(config: RunConfig) -> OwnModule:
     literals = _literals(tree)
     better = _checked_better(literals.get("better", {}), file.name)
     module = types.ModuleType(f"fedveil_own_{config.task.module}")
-    # Keep the file's lines for tracebacks, in case the file changes.
+    # Cache the file's lines for tracebacks, in case the file changes on disk.
     linecache.cache[str(file)] = (len(text), None, text.splitlines(keepends=True), str(file))
     sys.modules[module.__name__] = module  # dataclasses and type hints look their module up
     try:
@@ -151,13 +149,13 @@ def load_module(config: RunConfig) -> OwnModule:
     _check_functions(functions, file.name)
     if "metrics" in functions and not better:
         raise TaskError(
-            f'task.module: expected better = {{"score": "higher"}} in {file.name}, which has metrics(), found none; '
-            'name each score of metrics() with "higher" or "lower"'
+            f'task.module: {file.name} has metrics() but not better = {{"score": "higher"}}; add it, with "higher" '
+            'or "lower" for each score'
         )
     targets = getattr(module, "lora_targets", ())
     if isinstance(targets, str) or not all(isinstance(each, str) for each in targets):
         raise TaskError(
-            f"task.module: expected lora_targets in {file.name} to be a list of layer names, found "
+            f"task.module: lora_targets in {file.name} must be a list of layer names, found "
             f'{type(targets).__name__}; write ["name"]'
         )
     independent = getattr(module, "independent_rows", False) is True
@@ -169,19 +167,17 @@ def read_text(file: Path) -> str:
     content = file.read_bytes()
     if len(content) > MAX_BYTES:
         raise TaskError(
-            f"task.module: expected at most {MAX_BYTES} bytes in {file.name}, found {len(content)}; shorten the file"
+            f"task.module: {file.name} has {len(content)} bytes, but at most {MAX_BYTES} are allowed; shorten it"
         )
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise TaskError(
-            f"task.module: expected UTF-8 text in {file.name}, found bytes in a different encoding; convert it"
-        ) from error
+        raise TaskError(f"task.module: {file.name} is not UTF-8 text; convert it") from error
 
 
 def explain_error(error: Exception, file: str, where: str, advice: str) -> TaskError:
     """Return the error for an exception in the file, with its type and line but not its text, which may quote a row."""
-    return TaskError(f"task.module: expected {where} to run, found {describe_error(error, file)}; {advice}")
+    return TaskError(f"task.module: {where} failed with {describe_error(error, file)}; {advice}")
 
 
 def describe_error(error: Exception, file: str) -> str:
@@ -196,8 +192,8 @@ def check_text(tree: ast.Module, file: str) -> None:
     for node in ast.walk(tree):
         for found in _barred(node):
             raise TaskError(
-                f"task.module: expected only what an own model needs, found {found} in {file}, line "
-                f"{getattr(node, 'lineno', 0)}; remove it, and see docs/tasks/own-model.md for what a file may use"
+                f"task.module: {file} must not contain {found} (line {getattr(node, 'lineno', 0)}); remove it, and "
+                "see docs/tasks/own-model.md for what a file may use"
             )
 
 
@@ -243,13 +239,13 @@ def _check_functions(functions: Mapping[str, Callable[..., Any]], file: str) -> 
         shown = f"{name}({', '.join(parameters)})"
         if name not in functions:
             if name in NEEDED:
-                raise TaskError(f"task.module: expected a function {shown} in {file}, found none; write it")
+                raise TaskError(f"task.module: {file} has no function {shown}; add it")
             continue
         found = [each for each in inspect.signature(functions[name]).parameters if each != "base"]
         if len(found) != len(parameters):
             raise TaskError(
-                f"task.module: expected {shown} in {file}, found {name}({', '.join(found)}); give it these parameters, "
-                "and add base if it needs task.model"
+                f"task.module: {file} must define {shown}, but defines {name}({', '.join(found)}); give it these "
+                "parameters, and add base if it needs task.model"
             )
 
 
@@ -259,7 +255,7 @@ def _parsed(text: str, file: str) -> ast.Module:
     except (SyntaxError, ValueError, RecursionError) as error:
         line = getattr(error, "lineno", None)
         raise TaskError(
-            f"task.module: expected Python in {file}, found {type(error).__name__} on line {line}; correct it"
+            f"task.module: {file} is not valid Python ({type(error).__name__} on line {line}); correct it"
         ) from error
 
 
@@ -271,7 +267,7 @@ def _literals(tree: ast.Module) -> dict[str, Any]:
             try:
                 found[node.targets[0].id] = ast.literal_eval(node.value)
             except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-                continue  # not a literal: its value is known only when the file runs
+                continue  # not a literal, so its value is known only when the file runs
     return found
 
 
@@ -279,7 +275,7 @@ def _checked_better(value: object, file: str) -> dict[str, Literal["higher", "lo
     fits = isinstance(value, dict) and all(isinstance(k, str) and v in ("higher", "lower") for k, v in value.items())
     if not fits or "loss" in value:  # type: ignore[operator]
         raise TaskError(
-            f'task.module: expected better in {file} to map each score except the loss to "higher" or "lower", found '
-            'a different value; write it as a literal, such as {"score": "higher"}'
+            f'task.module: better in {file} must map each score except the loss to "higher" or "lower"; write it '
+            'as a literal, such as {"score": "higher"}'
         )
     return dict(value)  # type: ignore[call-overload,no-any-return]

@@ -5,7 +5,8 @@
 | all weights: parameters with requires_grad | yes | yes |
 | float buffers of the state_dict, under all weights and task.buffers = "averaged" | by a step's forward pass | yes |
 | the same buffers under "initial"; all buffers under low-rank pairs | no; batch normalization stays in eval mode | no |
-| integer, bool and non-persistent buffers; frozen parameters | no; every client round starts from model()'s | no |
+| integer, bool and non-persistent buffers; frozen parameters | no; every client round starts from the value that
+  model() gives | no |
 | low-rank pairs | yes | yes |
 """
 
@@ -66,21 +67,21 @@ def build_network(module: OwnModule, config: RunConfig) -> nn.Module:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, MemoryError) or any(each in str(error) for each in _NO_MEMORY):
             raise TaskError(
-                "task.module: expected a model that fits in this machine's memory, found a larger one; make it "
-                "smaller, or train LoRA on a base in bf16"
+                "task.module: the model does not fit in this machine's memory; make it smaller, or train LoRA on "
+                "a base in bf16"
             ) from error
         raise explain_error(error, file, "model()", "correct it") from error
     except Exception as error:
         raise explain_error(error, file, "model()", "correct it") from error
     if not isinstance(network, nn.Module):
         raise TaskError(
-            f"task.module: expected model() to return a torch.nn.Module, found {type(network).__name__}; return the "
-            "model itself"
+            f"task.module: model() must return a torch.nn.Module, but returned {type(network).__name__}; return "
+            "the model itself"
         )
     tensors = [*network.parameters(), *network.buffers()]
     if elsewhere := {t.device.type for t in tensors} - {"cpu"}:
         raise TaskError(
-            f"task.module: expected model() to leave the model on the CPU, found it on {', '.join(sorted(elsewhere))}; "
+            f"task.module: model() must leave the model on the CPU, but put it on {', '.join(sorted(elsewhere))}; "
             "FedVeil moves it to the site's device"
         )
     return network
@@ -105,10 +106,10 @@ def load_network(module: OwnModule, config: RunConfig, adapter: Adapter, device:
         network, trained = _with_pairs(network, module, adapter)
     if not any(tensor.requires_grad for tensor in trained.values()):
         raise TaskError(
-            "task.module: expected model() to have weights that require gradients, found none; do not call "
-            "requires_grad_(False) on the weights to train"
+            "task.module: no weight of model() requires gradients; do not call requires_grad_(False) on the "
+            "weights to train"
         )
-    network.to(device)  # this may replace buffer objects, unless the network is on the device already
+    network.to(device)  # this may replace buffer objects, unless the network is already on the device
     if device.type != "cpu":
         trained = _named_again(network, trained)
     return LoadedModel(network, None, trained, None)  # type: ignore[arg-type]  # buffers beside parameters
@@ -120,7 +121,7 @@ def norm_layers(network: nn.Module) -> list[str]:
 
 
 def untracked_buffers(loaded: LoadedModel) -> list[Tensor]:
-    """Return the buffers that are not exchanged; every client round starts from model()'s values for them."""
+    """Return the buffers that are not exchanged; every client round starts from the values that model() gives them."""
     exchanged = {id(tensor) for tensor in loaded.trained.values()}
     return [buffer for buffer in loaded.model.buffers() if id(buffer) not in exchanged]
 
@@ -147,9 +148,7 @@ def _with_pairs(network: nn.Module, module: OwnModule, adapter: Adapter) -> tupl
     linear = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear | Conv1D)]
     targets = [_ROOT] if root else list(module.lora_targets) or linear
     if not targets:
-        raise ConfigError(
-            'adapter.kind: expected linear layers in your model for LoRA pairs, found none; set adapter.kind = "all"'
-        )
+        raise ConfigError('adapter.kind: your model has no linear layers for LoRA pairs; set adapter.kind = "all"')
     if isinstance(adapter, LowRankPairsAdapter) and adapter.targets == "all-linear":
         adapter = dataclasses.replace(adapter, targets=str(name_pattern(targets)))
     with library_logging.quiet_libraries():
@@ -162,9 +161,8 @@ def _require_repeatable(first: nn.Module, second: nn.Module) -> None:
     for name in ours | again:
         if name not in ours or name not in again or not _is_equal(ours[name], again[name]):
             raise TaskError(
-                f"task.module: expected model() to give the same tensors each time, found {name} different in a second "
-                "call; draw from torch's global generator, which FedVeil seeds with run.seed, and do not set a seed "
-                "yourself"
+                f"task.module: a second call of model() gave a different {name}; draw from torch's global "
+                "generator, which FedVeil seeds with run.seed, and do not set a seed yourself"
             )
 
 

@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-_SHARED_BASES = {  # tasks without a small base of their own
+_SHARED_BASES = {  # tasks that do not have their own small base
     "preference": "text-generation",
     "text-classification": "text-generation",
     "token-classification": "text-generation",
@@ -31,7 +31,7 @@ def published_name(model: str, task: str) -> str:
         return bundled_name(task)
     if not model or is_on_the_hub(model):
         return model
-    return Path(os.path.abspath(Path(model).expanduser())).name  # the last part of a link, not of its target
+    return Path(os.path.abspath(Path(model).expanduser())).name  # for a link, its own last part, not its target's
 
 
 def bundled_task(task: str) -> str:

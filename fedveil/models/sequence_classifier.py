@@ -22,7 +22,8 @@ from fedveil.models.param_locations import param_locations
 
 __all__ = ["OF_TEXTS", "OF_TOKENS", "ClassifierKind", "load_sequence_classifier"]
 
-_ROUNDING = 1e-2  # relative to the largest value: above bf16 rounding, and below the effect of another token
+# Relative to the largest value: larger than bf16 rounding, and smaller than the effect of another token.
+_ROUNDING = 1e-2
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,7 @@ def load_sequence_classifier(
     """
     name, found = config.task.model, loading.find_model(config.task.model, tiny_folder)
     if found[0] == "tiny":
-        raise TaskError(
-            f"task.model: expected the folder of the tiny base of text generation, found none; {bundled.HOW_TO_GET_IT}"
-        )
+        raise TaskError(f"task.model: the tiny base of text generation is not installed; {bundled.HOW_TO_GET_IT}")
     with quiet_libraries():
         model, tokenizer, info, is_kept = _load(config, adapter, device, found, classes, kind)
         stream = rng.initial_stream(config.run.seed, "classification head")
@@ -118,10 +117,7 @@ def _load(
             f'task.model: cannot load "{name}" as {kind.words} with its tokenizer ({first_line(error)}); {loading.NEXT}'
         ) from None
     if getattr(base, "is_encoder_decoder", False):
-        raise TaskError(
-            f'task.model: expected an encoder (BERT) or a decoder (Llama), found an encoder-decoder in "{name}"; use '
-            "another base"
-        )
+        raise TaskError(f'task.model: "{name}" is an encoder-decoder; use an encoder (BERT) or a decoder (Llama)')
     tokenizer.truncation_side = "right"
     return model.eval(), tokenizer, info, is_kept
 
@@ -131,8 +127,7 @@ def _padding_token(tokenizer: Any, name: str) -> int:
     token = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if token is None:
         raise TaskError(
-            f'task.model: expected a tokenizer with a padding or an end token, found none in "{name}"; set its '
-            "pad_token"
+            f'task.model: the tokenizer of "{name}" has neither a padding token nor an end token; set its pad_token'
         )
     return int(token)
 
@@ -169,8 +164,8 @@ def _check_reading(model: Any, tokenizer: Any, name: str) -> bool:
     of_text = padded.logits[:, : len(text)] if padded.logits.ndim == 3 else padded.logits  # of tokens, or of the text
     if not _are_close(alone.logits, of_text):
         raise TaskError(
-            "task.model: expected a model whose logits do not depend on padding at the end of a text, found "
-            f'{type(model).__name__} in "{name}"; use another base'
+            f'task.model: the logits of {type(model).__name__} in "{name}" depend on padding at the end of a text; '
+            "use another base"
         )
     return _are_close(short.hidden_states[-1][:, 0], alone.hidden_states[-1][:, 0])
 
@@ -188,7 +183,7 @@ def accepted_inputs(model: Any, tokenizer: Any) -> tuple[str, ...]:
 def context_of(model: Any, tokenizer: Any, config: RunConfig) -> int | None:
     """Return the maximum number of tokens. Raises ConfigError if it is below task.max-tokens.
 
-    The tokenizer's limit counts too: RoBERTa has positions for two tokens fewer than its config says.
+    The tokenizer's limit also applies, because RoBERTa has positions for two tokens fewer than its config says.
     """
     text = model.config.get_text_config()
     limits = [getattr(text, "max_position_embeddings", None), getattr(text, "n_positions", None)]

@@ -26,18 +26,18 @@ def check_compile(config: RunConfig) -> None:
         return
     if config.train.quantized_base != "none":
         raise ConfigError(
-            f'train.compile: expected false with train.quantized-base = "{config.train.quantized_base}", found true; '
-            "set train.compile = false, or keep the base unquantized"
+            f'train.compile: torch cannot compile train.quantized-base = "{config.train.quantized_base}"; set '
+            "train.compile = false, or keep the base unquantized"
         )
     if config.train.gradient_checkpointing:  # torch 2.13 fails on checkpointed layers with an internal error
         raise ConfigError(
-            "train.compile: expected false with train.gradient-checkpointing = true, found true; torch cannot compile "
-            "layers that are recomputed, so set one of the two to false"
+            "train.compile: torch cannot compile layers that are recomputed (train.gradient-checkpointing = "
+            "true); set one of the two to false"
         )
     if config.run.deterministic:
         raise ConfigError(
-            "train.compile: expected false with run.deterministic = true, found true; a compiled model is not "
-            "bit-for-bit reproducible, so set one of the two to false"
+            "train.compile: a compiled model is not bit-for-bit reproducible, as run.deterministic = true "
+            "requires; set one of the two to false"
         )
 
 
@@ -47,7 +47,7 @@ def compile_model(model: Any, device: torch.device) -> Any:
     Raises:
         ConfigError: this machine cannot compile for `device`.
     """
-    try:  # only a trial shows whether the compiler, headers and Triton are installed and work together
+    try:  # only an attempt shows whether the compiler, headers and Triton are installed and work together
         torch.compile(torch.square)(torch.ones(3, device=device))
     except Exception as error:  # torch passes on whatever the failing part of its compiler raises
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -89,8 +89,8 @@ def recompute_activations(model: Any, name: str, is_random: bool = False) -> Ite
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers or not model.supports_gradient_checkpointing:
         raise ConfigError(
-            f"train.gradient-checkpointing: expected a model whose layers can be recomputed, found none in "
-            f'"{name}" ({type(model).__name__}); set train.gradient-checkpointing = false'
+            f'train.gradient-checkpointing: the layers of "{name}" ({type(model).__name__}) cannot be recomputed; '
+            "set train.gradient-checkpointing = false"
         )
     # If nothing in a layer is random, the generators' state does not have to be stored for the second pass.
     how = {"use_reentrant": False, "preserve_rng_state": is_random}

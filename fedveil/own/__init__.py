@@ -1,1 +1,1 @@
-"""The folder of own models: `task.module = NAME` names the file NAME.py in it."""
+"""The folder for your own models: `task.module = NAME` selects the file NAME.py in it."""

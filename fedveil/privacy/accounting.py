@@ -1,27 +1,28 @@
 """Compute epsilon from charges, and noise for a target epsilon. No other module computes bounds.
 
 Noise multipliers are z = (standard deviation of the noise on a sum) / (bound C on one record's part in it). Replacing
-a record moves the sum by up to 2 C; zeroing one out moves it by up to C.
+a record moves the sum by up to 2 C; zeroing a record out moves it by up to C.
 
 | step | how it is counted | how exact |
 |---|---|---|
 | Gaussian steps only | the analytic Gaussian mechanism: z / sqrt(steps), halved under replace-one | exact |
 | with Poisson subsampling, or with fixed-size batches under replace-one | the dominating pair of each step
-  (dominating_pairs.py), all in one composition with the Gaussian steps | exact for Poisson, an upper bound for fixed
+  (dominating_pairs.py), all composed together with the Gaussian steps | exact for Poisson, an upper bound for fixed
   sizes; the grid adds less than 0.01 % |
 | integer noise in a sum ("summed") | as the Gaussian or Poisson step that is rounded to it, at delta (1 - 2^-10), if
   (1 + e^epsilon) times the distance from that (`Step.variation`) is at most 2^-10 delta | as above, plus 0.1 % |
 | "summed" where the distance is too large or unknown, and sums of ledgers before version 4 | Renyi, for a discrete
   Gaussian has a Gaussian's Renyi divergence, but not its loss distribution; at orders where Poisson subsampling has it
   too (see `_renyi`) | an upper bound |
-| those together with sampled steps | the sum of each group's epsilon at delta / 2 | an upper bound, by composition |
-| sampling without replacement, under zero-out | none: all batches change with the number of rows | infinite |
+| both of these together with sampled steps | the sum of each group's epsilon at delta / 2 | an upper bound, by
+  composition |
+| sampling without replacement, under zero-out | no bound: removing a row changes all batches | infinite |
 | no noise: z = 0 | - | infinite |
-| "summed" above an epsilon of about 80 | none: the sampler's table is not exact enough for more | infinite |
+| "summed" above an epsilon of about 80 | no bound: the sampler's table is not exact enough | infinite |
 
-The z of integer noise is in units of D1, the largest distance between the integers with one record and with no record.
-Two records are at most 2 D1 apart. In ledgers before version 4, z may be in units of half the distance between two
-records, which is at least D1 / 1.5: for these, z / 1.5 replaces z in units of D1.
+The z of integer noise is in units of D1, the largest distance between the integers with a record and without it.
+Replacing a record moves them by at most 2 D1. In ledgers before version 4, z may be in units of half the distance
+between two records, which is at least D1 / 1.5: for these, z / 1.5 replaces z in units of D1.
 
 Integer noise is charged twice: as "summed", with the noise of all honest sites in a sum, and as "own share", with the
 noise of the site alone. `compute_epsilon` counts the first, which holds if no more sites collude with the server
@@ -180,7 +181,7 @@ def mean_loss(charges: Spent) -> float:
 
 
 def epsilon_in_sum(charges: Spent, own: Spent, variations: tuple[float, float] = (0.0, 0.0)) -> Spent:
-    """Return both kinds of charges for the same uses: with the noise in a sum, and with a site's own share of it."""
+    """Return two charges for the same uses: one with all of a sum's noise, one with only a site's own share of it."""
     kinds = zip((SUMMED, OWN_SHARE), (charges, own), variations, strict=True)
     return {
         step._replace(kind=kind, variation=variation): count
@@ -311,7 +312,7 @@ def _together(charges: Iterable[tuple[Step, int]]) -> float:
 
 
 def _moved(neighbours: Adjacency) -> int:
-    """Return how far a record moves a sum, in units of C."""
+    """Return how far one record can move a sum, in units of C."""
     return 2 if neighbours is Adjacency.REPLACE_ONE else 1
 
 
@@ -372,7 +373,10 @@ def _drawn(charges: Iterable[tuple[Step, int]], orders: NDArray[np.float64]) -> 
 def noise_multiplier_for(
     charges: Callable[[float], Spent], wished: float, delta: float, neighbours: Adjacency
 ) -> float:
-    """Return the smallest z, to 0.1 %, with epsilon at most `wished`. Raises ConfigError if none up to 1e6 fits."""
+    """Return the smallest z, to within 0.1 %, with an epsilon of at most `wished`.
+
+    Raises ConfigError if no z up to 1e6 suffices.
+    """
     check_epsilon(wished)
     check_delta(delta)
 
@@ -386,9 +390,7 @@ def noise_multiplier_for(
     while not fits(high):
         high *= 2
         if high > _LARGEST_MULTIPLIER:
-            raise ConfigError(
-                f"epsilon: expected a value that noise of at most {high:g} C can reach, found {wished}; raise it"
-            )
+            raise ConfigError(f"epsilon: even noise of {high:g} C does not reach {wished}; raise it")
     low = high / 2
     while low > 1e-6 and fits(low):
         low, high = low / 2, low

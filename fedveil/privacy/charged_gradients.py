@@ -1,4 +1,5 @@
-"""Per-example gradients that charge the ledger before each use of examples, and a trainer that offers only those."""
+"""Per-example gradients that charge the ledger before each use of examples, and a trainer that offers only such
+gradients."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ class ChargedGradientSource(WrappedGradientSource):
         own = self._charger.own
         if sampling == "fixed" and own.neighbours is Adjacency.ZERO_OUT:
             raise BudgetError(
-                'sampling: expected "poisson" or "disjoint" at this site, whose own adjacency is '
-                f'{own.neighbours.value}, found "fixed", for which no epsilon is known; agree on it with the site'
+                'sampling: no epsilon is known for "fixed" under this site\'s own adjacency, '
+                f'{own.neighbours.value}; use "poisson" or "disjoint", or agree on another adjacency with the site'
             )
         neighbours = self._claim.budget.neighbours
         plan = SamplingPlan(1, max(steps, 1), self.batch_size, self.num_examples, neighbours)
@@ -58,7 +59,9 @@ class ChargedGradientSource(WrappedGradientSource):
             raise
         drawn = super().batches(sampling, steps, rng, skip)
         if len(drawn) > max(steps, 1):
-            raise BudgetError(f"batches: expected at most the {steps} charged batches, found {len(drawn)}; report it")
+            raise BudgetError(
+                f"batches: {len(drawn)} batches were drawn, but only {steps} were charged; report this as a bug"
+            )
         self._paid += drawn
         return drawn
 
@@ -76,9 +79,7 @@ class ChargedGradientSource(WrappedGradientSource):
 
     def _use(self, batch: BatchIndices) -> None:
         if not any(batch is paid for paid in self._paid):
-            raise BudgetError(
-                "batch: expected a batch that was drawn and not yet used, found a used or foreign batch; draw a new one"
-            )
+            raise BudgetError("batch: this batch was not drawn here, or was used before; draw a new one")
         self._paid = [paid for paid in self._paid if paid is not batch]
 
 
@@ -89,9 +90,9 @@ class GradientsOnlyTrainer(PerExampleTrainerWrapper):
     @override
     def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
         """Raise BudgetError."""
-        raise BudgetError("train: expected only noisy steps under a privacy ledger, found plain training")
+        raise BudgetError("train: a privacy ledger allows only noisy steps, not plain training")
 
     @override
     def gradient(self, weights: Weights) -> TrainingResult:
         """Raise BudgetError."""
-        raise BudgetError("gradient: expected only noisy steps under a privacy ledger, found a plain gradient")
+        raise BudgetError("gradient: a privacy ledger allows only noisy steps, not a plain gradient")

@@ -2,13 +2,12 @@
 
 Formal guarantees, for `clipped_sum` and `clipped_outer_sum` with a finite bound C, over all the tensors
 given together:
-1. One record's part has a norm of at most C for any gradient. So adding or removing a record moves the
-   sum by at most C, and replacing a record moves it by at most 2 C (up to fp32 rounding of the sum).
+1. A record's part has a norm of at most C, whatever its gradient. So adding or removing a record moves the sum by at
+   most C, and replacing a record moves it by at most 2 C (up to fp32 rounding of the sum).
 2. The parts are summed, not averaged over the drawn examples: the caller divides by a number that is not
    secret.
 
-`clipped_mean` does the same as the published DP-FPL code. It guarantees neither: one record can move
-the mean by 2 C.
+`clipped_mean` clips like the published DP-FPL code. It gives neither guarantee: one record can move the mean by 2 C.
 
 | case | `clipped_sum` |
 |---|---|

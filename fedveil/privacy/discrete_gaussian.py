@@ -1,8 +1,7 @@
 """The discrete Gaussian, P(x) ~ exp(-x^2 / (2 sigma^2)): integer noise drawn by inversion of its cumulative weights.
 
 A draw is the number of thresholds t_j = floor(2^256 P(X <= j)) that a uniform 256-bit word reaches.
-Its first 64 bits decide, unless a threshold begins with exactly the same 64 bits; then the other 192 are
-also drawn.
+The word's first 64 bits decide, unless a threshold begins with exactly these bits; then the other 192 are also drawn.
 
 Formal guarantees: the distribution is exact up to a total variation distance of `total_variation_bound`, and
 with `os.urandom` the draws cannot be replayed. Draws involve no floats: thresholds are integers, computed from
@@ -40,7 +39,7 @@ _BLOCK = 1 << 16  # number of draws at a time
 
 
 def max_draw(sigma: float) -> int:
-    """Return the largest absolute value of a draw."""
+    """Return the largest absolute value that a draw can have."""
     return math.ceil(TAIL * sigma)
 
 
@@ -65,7 +64,8 @@ def draw_discrete_gaussian(count: int, sigma: float, source: Source) -> NDArray[
         size = min(_BLOCK, count - start)
         words = np.frombuffer(source(size * _WORD // 8), dtype="<u8")
         reached = np.searchsorted(firsts, words, side="right")
-        for i in np.flatnonzero(firsts[reached - 1] == words):  # a word below all others gets -1, and differs
+        # For a word below all thresholds, this reads index -1, which differs.
+        for i in np.flatnonzero(firsts[reached - 1] == words):
             reached[i] = _of_a_tie(int(words[i]), sigma, source)
         drawn[start : start + size] = reached + low
     return drawn

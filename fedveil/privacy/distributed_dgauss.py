@@ -17,12 +17,12 @@ that add noise themselves.
     sigma_i^2 = x^2 + 1/12,    x = D1 / (sqrt h (1 / z - tau sqrt d)),    D1 = P S + sqrt d (1 + 2^-21 S C)
     V = sqrt d 9e-4 / sigma^4 + d tau + the sampler's distance,    sigma^2 = h sigma_i^2
 
-D1 is the sensitivity of the integers to one record against none. The two uploads differ by P, and clipping
-an entry never moves two values farther apart. Rounding to integers moves an entry by at most 1/2 in each upload. So the
+D1 is the sensitivity of the integers to adding or removing one record. The two uploads differ by P, and clipping an
+entry never moves two values farther apart. Rounding to integers moves an entry by at most 1/2 in each upload. So the
 difference in one entry changes by at most 1, and the difference over d entries by at most sqrt d. An entry is fp32, the
 sum of weights within +-C and a change within +-C. That makes two roundings of at most 2^-23 C in each upload, which the
-last term counts along with all fp64 rounding. So noise of z D1 integers is worth the z of the run config in any
-ring. Two records are at most 2 D1 apart.
+last term counts along with all fp64 rounding. So noise of z D1 integers corresponds to the run config's z in any ring.
+Two records are at most 2 D1 apart.
 
 round(N(0, s^2)) added to integers is the continuous mechanism with a rounded result. The discrete Gaussian
 of sigma is within sqrt d 9e-4 / sigma^4 of round(N(0, sigma^2 - 1/12)) in total variation (8.51e-4 from
@@ -32,18 +32,19 @@ sigma; beyond it, sums are counted by Renyi divergences (accounting.py, "summed"
 
 Formal guarantees, for each example of a site, if the server follows the protocol and at most `colluding`
 sites in a sum tell it their noise:
-1. An unmasked sum has at least `secure.min-sites` uploads (site.py refuses others), so it has noise of at
-least sigma that is unknown to the adversary.
+1. An unmasked sum has at least `secure.min-sites` uploads (site.py refuses others), so its noise has a deviation of at
+   least sigma that the adversary does not know.
 2. Against the server and all other sites together, only the site's own share remains: z / sqrt h ("own
    share").
 3. All summed entries have noise, even the zeros of a tensor that a method omits.
-4. A clipped entry is not refused: whether an entry is clipped depends on the examples, and a refusal
-   would tell the server.
+4. An upload with clipped entries is not refused: whether an entry is clipped depends on the examples, so a refusal
+   would reveal something about them to the server.
 
 | case | result |
 |---|---|
 | secure.enabled = false, max-weight above 1, no honest site, no noise | ConfigError before any site is asked |
-| more than one use of the examples between two sums | ConfigError: the second use would be at noiseless weights |
+| more than one use of the examples between two sums | ConfigError: the second use would start from weights without
+  noise |
 | the site's share is below 4 integers, or rounding more than doubles it | ConfigError: sums of it are not discrete
   Gaussian, or secure.clip-bound is far above the values |
 | a deterministic run | not private, because its noise is seeded |
@@ -104,17 +105,17 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
 
     @classmethod
     def from_guarantee(cls, claim: PrivacyGuarantee | None, config: RunConfig) -> DistributedDiscreteGaussian:
-        """Create the guarantee for secure.noise = "sum". Raises ConfigError in the cases in the table above."""
+        """Create the guarantee for secure.noise = "sum". Raises ConfigError in the cases that the table above lists."""
         secure = config.secure
         if not secure.enabled:
             raise ConfigError(
-                'secure.noise: expected "site" with secure.enabled = false, found "sum": a single upload alone has '
-                "too little noise; turn on secure aggregation"
+                'secure.noise: "sum" requires secure.enabled = true, because a single upload has too little '
+                "noise; turn on secure aggregation"
             )
         if secure.max_weight != 1:
             raise ConfigError(
-                f'secure.max-weight: expected 1 with secure.noise = "sum", found {secure.max_weight}: a site that '
-                "counts for more moves the sum by more; leave it out"
+                f'secure.max-weight: secure.noise = "sum" requires 1, found {secure.max_weight}: a site with a '
+                "larger weight moves the sum by more; leave it out"
             )
         if secure.honest < 1:
             raise ConfigError(
@@ -129,9 +130,7 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
             )
         noise = claim.summable(config.train.batch_size, config.train.max_steps)
         if noise.multiplier == 0 or 0 in noise.kept:
-            raise ConfigError(
-                'secure.noise: expected "site" in a run without noise, found "sum"; set the noise above 0'
-            )
+            raise ConfigError('secure.noise: "sum" has no effect in a run without noise; set the noise above 0')
         return cls(claim, noise, secure.honest, config.run.rounds)
 
     @property
@@ -156,14 +155,14 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
 
     @property
     def words(self) -> str:
-        """Return a sentence about where the noise is and which parties the guarantee relies on."""
+        """Return a sentence that says where the noise is added and which parties the guarantee relies on."""
         return (
             f"noise is in the sum: the claim relies on {self.honest} honest sites in every sum, each of which keeps "
             "its share of the noise secret, and on a server that follows the protocol"
         )
 
     def at_scale(self, scale: float, entries: int, bound: float) -> DistributedDiscreteGaussian:
-        """Return the guarantee for uploads at this scale, where the distance from a continuous mechanism is known."""
+        """Return the guarantee for uploads at this scale, whose distance from a continuous mechanism is known."""
         own = self.deviation(scale, entries, bound)
         return replace(self, variations=(self._charged(own, entries, self.honest), self._charged(own, entries, 1)))
 
@@ -173,7 +172,7 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
 
     @property
     def _fine(self) -> float:
-        """Return the largest V for a sum to count as fine: small enough for the run and for a reservation's delta."""
+        """Return the largest V at which sums count as continuous, given the run's and a reservation's delta."""
         budget = self.claim.budget
         epsilon = budget.epsilon if budget.epsilon <= _LARGEST_EPSILON else _UNLIMITED
         share = accounting.VARIATION_SHARE * budget.delta / MAX_RUNS
@@ -229,10 +228,9 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
         fine = scale > 0 and self.deviation(scale, entries, bound) >= discrete_gaussian.LEAST_SIGMA
         if not (entries <= MOST_ENTRIES and fine and self.excess(scale, entries, bound) <= 1):
             raise ConfigError(
-                "secure.clip-bound: expected a bound for which the noise in the sum is at most twice the exact "
-                f"noise and has at least {discrete_gaussian.LEAST_SIGMA:g} integers per site, found one that does "
-                f"not allow it for {entries} entries within +-{bound:g}; lower it to what the values need, or set "
-                "secure.ring-bits = 64"
+                f"secure.clip-bound: +-{bound:g} is too large for {entries} entries, because the noise in the sum "
+                f"must be at most twice the exact noise, with at least {discrete_gaussian.LEAST_SIGMA:g} integers "
+                "per site; lower it to what the values need, or set secure.ring-bits = 64"
             )
         return scale
 

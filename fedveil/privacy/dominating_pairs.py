@@ -12,13 +12,15 @@ noise's standard deviation z and a record's part of at most 1:
 | Poisson, replace-one | (1 - q) N(0) + q N(-1), (1 - q) N(0) + q N(1); its own reverse | Koskela et al. 2020 |
 | fixed size, replace-one | the joint pair of A = (1 - q) N(0) + q N(2) and B = N(0) | Zhu et al. 2022, Prop. 30 |
 
-The last step has the curve of (A, B) at a >= 1 and the curve of (B, A) below. Composing each of the two and taking the
-larger result is not an upper bound (Lebeda et al. 2025). One joint pair has both curves: where A > B, an outcome (x, +)
-has the masses (A, B) and an outcome (x, -) the masses (B, A); one more outcome has the rest on both sides. It exists
-because A and B together have a mass of at most 1 there, q + (2 - 2 q) Phi(-1 / z), and it is its own reverse.
+The last step has the curve of (A, B) at a >= 1 and that of (B, A) at a < 1. Composing each pair separately and taking
+the larger result is not an upper bound (Lebeda et al. 2025). A single joint pair has both curves: where A > B, an
+outcome (x, +) has the masses (A, B) and an outcome (x, -) the masses (B, A); one more outcome has the remaining mass on
+both sides. It exists because A and B together have a mass of at most 1 there, q + (2 - 2 q) Phi(-1 / z), and it is its
+own reverse.
 
 Losses are discretized by connecting the dots of a curve, which is an upper bound (Doroshenko et al. 2022). Every tail
-is computed on its small side, never as 1 minus the other side: the masses are second differences of the curve.
+probability is computed directly, never as 1 minus its complement, because the masses are second differences of the
+curve.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ not time the site:
 1. A training pass consists of `steps` Poisson-subsampled Gaussian releases with multiplier z. `privacy_spent`
    reports them to the accountant, and the site's ledger is charged before the examples are used. A method's use
    of the trained weights is post-processing, because the method has no other access to the examples.
-2. Sums are divided by the configured batch size, and no loss is reported. Every upload states the
-   number of examples: under zero-out this number counts as public, under replace-one it does not change.
-3. With an epsilon set, the site refuses a client round that would charge a record more, before the examples
+2. Sums are divided by the configured batch size, and no loss is reported. Every upload states the number of examples:
+   zero-out treats this number as public, and replace-one never changes it.
+3. With an epsilon set, the site refuses a client round that would charge a record more than that, before the examples
    are used.
 
 | case | result |
@@ -101,16 +101,16 @@ class DpSgdConfig(PrivacyGuarantee):
         check_claim(self.epsilon, self.delta, "poisson", self.neighbours)
         if self.epsilon is not None and self.noise == 0:
             raise ConfigError(
-                "dp.noise-multiplier: expected more than 0 with an epsilon, found 0; `fedveil privacy plan` computes it"
+                "dp.noise-multiplier: an epsilon requires a value above 0; `fedveil privacy plan` computes it"
             )
 
     @classmethod
     def from_config(cls, config: DpConfig) -> DpSgdConfig | None:
-        """Create the settings from the section; None if it asks for no noisy steps. Raises ConfigError."""
+        """Create the settings from the section; return None if it does not ask for noisy steps. Raises ConfigError."""
         if not config.is_noisy:
             return None
         if config.clip_norm == 0:
-            raise ConfigError("dp.clip-norm: expected a number above 0 with other keys of [dp] set, found 0; set it")
+            raise ConfigError("dp.clip-norm: other keys of [dp] are set, but this one is 0; set it to a number above 0")
         epsilon = config.epsilon or None
         return cls(
             config.clip_norm,
@@ -175,7 +175,7 @@ class NoisyTrainer(PerExampleTrainerWrapper):
         in_sum = self._ctx.noise_in_sum
         if in_sum and (rows.steps > 1 or self.without_noise is not None):
             raise ConfigError(
-                'secure.noise: expected one step per client round with "sum", found a second: it would compute '
+                'secure.noise: "sum" allows only one step per client round, because a second one would compute '
                 "gradients at a point without noise; choose another method, or add the noise at the site"
             )
         std = 0.0 if in_sum else how.clip * how.noise
@@ -200,7 +200,7 @@ class NoisyTrainer(PerExampleTrainerWrapper):
     @override
     def gradient(self, weights: Weights) -> TrainingResult:
         """Raise ConfigError, because no accountant covers a plain gradient."""
-        raise ConfigError("gradient: expected a method that trains with noisy steps, found one that sends a gradient")
+        raise ConfigError("gradient: this method sends a plain gradient, but dp.* allows only noisy steps")
 
 
 def _gradient(penalty: Penalty, weights: Weights) -> Weights:
@@ -212,7 +212,7 @@ def _gradient(penalty: Penalty, weights: Weights) -> Weights:
 
 @final
 class _NoRows(PerExampleGradientSource):
-    """The examples as a method sees them under noisy steps: only their number."""
+    """The view of the examples that a method gets under noisy steps: only their number."""
 
     def __init__(self, num_examples: int) -> None:
         self._num_examples = num_examples
@@ -246,7 +246,7 @@ class _NoRows(PerExampleGradientSource):
 
 
 def _own_steps() -> ConfigError:
-    return ConfigError("batches: expected a method that trains with noisy steps, found one that takes its own steps")
+    return ConfigError("batches: this method takes its own steps, but dp.* allows only noisy steps")
 
 
 def draw_batches(

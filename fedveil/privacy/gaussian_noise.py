@@ -1,9 +1,9 @@
 """Gaussian noise from random bytes: from the operating system for privacy, or from a stream for a repeatable run.
 
 Formal guarantees: with `os.urandom` the draws are normal up to fp64 rounding and cannot be replayed.
-Each draw is half the sum of four normal draws, so that the low bits of an output do not reveal its
-inputs (Holohan, Braghin 2021). Sums are rounded to fp32 after the noise is added; the accounting does
-not cover attacks on the rounding itself.
+Each draw is half the sum of four normal draws, so that the low bits of an output do not reveal the draws behind it
+(Holohan, Braghin 2021). Sums are rounded to fp32 after the noise is added; the accounting does not cover attacks on the
+rounding itself.
 """
 
 from __future__ import annotations

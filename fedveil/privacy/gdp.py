@@ -1,13 +1,13 @@
 """A run's charges as mu of Gaussian differential privacy (Dong, Roth, Su 2022): one number for the whole trade-off.
 
-A mechanism is mu-GDP if telling two neighbors apart from its output is no easier than telling N(0, 1) from N(mu, 1).
-For every epsilon, its delta is at most Phi(mu / 2 - epsilon / mu) - e^epsilon Phi(-mu / 2 - epsilon / mu).
+A mechanism is mu-GDP if distinguishing two neighbors by its output is no easier than distinguishing N(0, 1) from N(mu,
+1). For every epsilon, its delta is at most Phi(mu / 2 - epsilon / mu) - e^epsilon Phi(-mu / 2 - epsilon / mu).
 
 | charges | mu |
 |---|---|
 | Gaussian steps only | sqrt(steps) / z, twice that under replace-one: exact |
 | with Poisson subsampling | the smallest mu, to 0.1 %, with deltas at least as large as the accountant's, for every
-  epsilon down to a hundredth of the guarantee's delta; below that, no mu bounds it |
+  epsilon whose delta is at least a hundredth of the guarantee's; below that, no mu is a bound |
 | other charges, no charges, or no noise | no mu is stated |
 
 The mu of subsampled steps only describes a run: far out, their losses have heavier tails than any Gaussian smaller
@@ -29,7 +29,7 @@ from fedveil.privacy import accounting
 if TYPE_CHECKING:
     from dp_accounting.pld.pld_pmf import PLDPmf
 
-_POINTS = 1000  # number of epsilons; between two of them, the delta at the lower one is used
+_POINTS = 1000  # number of epsilons; between two of them, the delta at the lower epsilon is used
 _LARGEST = 100.0
 _TOLERANCE = 1e-3
 
@@ -48,7 +48,7 @@ class GdpMu:
 
 
 def compute_mu(charges: Spent, delta: float, neighbours: Adjacency) -> GdpMu | None:
-    """Return the smallest known mu for these charges, or None if there is none."""
+    """Return the smallest known mu for these charges, or None if no mu is known."""
     taken = {step: count for step, count in charges.items() if count}
     kinds = {step[0] for step in taken}
     if not taken or any(step[3] == 0 for step in taken) or not kinds <= {"gaussian", "poisson"}:

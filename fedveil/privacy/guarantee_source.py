@@ -32,12 +32,12 @@ def guarantee_of(method: Method, config: RunConfig) -> PrivacyGuarantee | None:
 
 
 def as_planned(claim: PrivacyGuarantee) -> PrivacyGuarantee:
-    """Return the guarantee with noise in the sum at the planned resolution; any other guarantee unchanged."""
+    """Return the guarantee at the planned resolution of its sums; without noise in the sum, return it unchanged."""
     return claim.as_planned() if isinstance(claim, DistributedDiscreteGaussian) else claim
 
 
 def untimed(claim: PrivacyGuarantee) -> str:
-    """Return the sentence about a server that times a site, for a guarantee with Poisson sampling; otherwise ""."""
+    """Return the caveat about a server that times a site, for a guarantee with Poisson sampling; otherwise ""."""
     plan = SamplingPlan(rounds=1, steps=1, batch=1, examples=2, neighbours=claim.budget.neighbours)
     return UNTIMED if is_poisson_sampled(claim.privacy_spent(plan)) else ""
 
@@ -46,8 +46,8 @@ def check_guarantee(method: Method, config: RunConfig, has_row_gradients: bool) 
     """Check that the method, task and config fit the run's guarantee, and return the guarantee.
 
     Raises:
-        ConfigError: `dp.*` with a method or task that does not support it, an epsilon in a deterministic run, class
-        names from the data, or held-out scores that would bypass a guarantee or secure aggregation.
+        ConfigError: the method or task does not support `dp.*`, a deterministic run has an epsilon, class names come
+            from the data, or held-out scores would bypass a guarantee or secure aggregation.
     """
     dp = DpSgdConfig.from_config(config.dp)
     if dp is not None:
@@ -72,9 +72,8 @@ def check_guarantee(method: Method, config: RunConfig, has_row_gradients: bool) 
     check_class_names(claim, config)
     if claim is not None and config.task.empty_texts != "refuse":
         raise ConfigError(
-            'task.empty-texts: expected "refuse" with a privacy claim, which counts the number of examples as public, '
-            f'found "{config.task.empty_texts}", with which that number depends on the rows\' texts; leave it '
-            "out, and correct the data"
+            f'task.empty-texts: with "{config.task.empty_texts}", the number of examples depends on the rows\' '
+            "texts, but a privacy claim treats that number as public; leave it out, and correct the data"
         )
     if isinstance(claim, DistributedDiscreteGaussian) and method.trainings > 1:
         raise ConfigError(
@@ -93,14 +92,14 @@ def check_guarantee(method: Method, config: RunConfig, has_row_gradients: bool) 
 
 
 def check_class_names(claim: PrivacyGuarantee | None, config: RunConfig) -> None:
-    """Raise ConfigError if a guarantee would depend on class names from the data, where one label can add a class.
+    """Raise ConfigError if a guarantee would depend on class names from the data, where a single label can add a class.
 
     With a prompt, the texts of all classes enter every row's loss, and clipping does not bound that effect.
     """
     if claim is not None and config.task.name == "clip-prompt" and not config.task.class_list:
         raise ConfigError(
-            "task.class-names: expected the public names of all classes with a privacy claim, because one row's label "
-            "can add a class and so change the loss of every row, found none; set them"
+            "task.class-names: a privacy claim requires the public names of all classes, because one row's label "
+            "could add a class and so change the loss of every row; set them"
         )
 
 
@@ -108,15 +107,14 @@ def check_public_length(claim: PrivacyGuarantee | None, config: RunConfig) -> No
     """Raise ConfigError if a run with a guarantee would truncate its examples at a length that depends on them."""
     if claim is not None and config.task.name in _OF_TOKENS and not config.task.max_tokens:
         raise ConfigError(
-            "task.max-tokens: expected a length with a privacy claim, because the default depends on the lengths "
-            "of the "
-            "examples, which no noise covers, found 0; add task.max-tokens = 512, or another length chosen "
+            "task.max-tokens: a privacy claim requires a length, because the default depends on the lengths of "
+            "the examples, which no noise covers; add task.max-tokens = 512, or another length chosen "
             "independently of these examples"
         )
 
 
 def _check_unit(claim: PrivacyGuarantee | None, config: RunConfig) -> None:
-    """Raise ConfigError for a unit that the run's guarantee cannot protect."""
+    """Raise ConfigError for dp.unit-* keys that the run's guarantee cannot support."""
     dp = config.dp
     if dp.unit and (claim is None or dp.unit_column):
         found = f'dp.unit-column = "{sanitize(dp.unit_column)}"' if dp.unit_column else "a run without one"
@@ -124,11 +122,11 @@ def _check_unit(claim: PrivacyGuarantee | None, config: RunConfig) -> None:
     if not dp.unit_column:
         if dp.unit_rows != DpConfig().unit_rows:
             raise ConfigError(
-                f"dp.unit-rows: expected it together with dp.unit-column, found only {dp.unit_rows}; set both, or none"
+                f"dp.unit-rows: it requires dp.unit-column, found only {dp.unit_rows}; set both, or neither"
             )
         if dp.no_unit != DpConfig().no_unit:
             raise ConfigError(
-                f'dp.no-unit: expected it together with dp.unit-column, found only "{dp.no_unit}"; set both, or none'
+                f'dp.no-unit: it requires dp.unit-column, found only "{dp.no_unit}"; set both, or neither'
             )
         return
     problem = ""
@@ -150,7 +148,7 @@ def _check_unit(claim: PrivacyGuarantee | None, config: RunConfig) -> None:
 def _check_held_out(claim: PrivacyGuarantee | None, config: RunConfig) -> None:
     """Refuse sites' held-out scores, which have no noise and reveal a single site, under a guarantee or secure.enabled.
 
-    Scores on the server's own data affect neither.
+    Scores on the server's own data do not conflict with either.
     """
     why = "secure.enabled, which hides every single site's figures" if config.secure.enabled else ""
     if claim is not None:

@@ -5,7 +5,7 @@ charges, and `board_sentences` gives the three sentences for an ethics board.
 
 | party | epsilon, with the noise at the site | with the noise in the sum, h honest and c colluding sites |
 |---|---|---|
-| the server | from the charges; infinite if it gets values before the noise | from the charges |
+| the server | from the charges; infinite if it receives values without noise | from the charges |
 | other sites | from the charges | from the charges; with c = 0, only the noise of h - 1 sites counts |
 | the server with c other sites | same as the server | from the charges |
 | the server and all other sites | same as the server | from the site's own share of the noise |
@@ -51,7 +51,8 @@ __all__ = [
 
 UNIT = "one example of one site's data set"
 _LONGEST_COLUMN = 80  # maximum number of characters in a column name
-_MOST_LOSS = 1200.0  # mean privacy loss; beyond it, accounting of Poisson batches takes minutes and then all memory
+# Mean privacy loss; beyond it, accounting for Poisson batches takes minutes and then exhausts memory.
+_MOST_LOSS = 1200.0
 _ACCOUNTANTS = {
     "gaussian": "the analytic Gaussian mechanism (exact; Balle, Wang 2018)",
     "poisson": "privacy loss distributions (an upper bound; Zhu, Dong, Wang 2022)",
@@ -73,14 +74,14 @@ class PartyEpsilon:
 
 @dataclass(frozen=True)
 class GuaranteeWords:
-    """A guarantee with everything that gives its epsilon a meaning.
+    """A guarantee with everything needed to interpret its epsilon.
 
     Attributes:
         unit, relation, sampling, accountant: descriptions in words.
         delta, neighbours: delta and adjacency of each epsilon.
         epsilon: epsilon of the charges.
         parties: the parties against which each epsilon holds.
-        conditions: the guarantee's assumptions, each as the rest of a sentence that begins with "provided that".
+        conditions: the guarantee's assumptions, each phrased to follow "provided that".
     """
 
     unit: str
@@ -95,7 +96,7 @@ class GuaranteeWords:
 
     @property
     def against_whom(self) -> str:
-        """Return each epsilon with the parties it holds against; parties with the same epsilon are named together."""
+        """Return each epsilon with the parties it holds against, grouping parties with the same epsilon."""
         groups: dict[float | None, list[str]] = {}
         for one in self.parties:
             groups.setdefault(one.epsilon, []).append(one.party)
@@ -122,7 +123,7 @@ def describe_guarantee(
 ) -> GuaranteeWords:
     """Return the guarantee that follows from these charges to one record.
 
-    An epsilon beyond the accountant's range counts as infinite: with almost no noise, accounting would need all memory.
+    An epsilon beyond the accountant's range counts as infinite: with almost no noise, accounting would exhaust memory.
     """
     budget = claim.budget
 
@@ -190,14 +191,14 @@ def party_epsilons(
 
 
 def conditions(claim: PrivacyGuarantee, config: RunConfig) -> tuple[str, ...]:
-    """Return the guarantee's assumptions about others, each as the rest of a sentence after "provided that"."""
+    """Return the guarantee's assumptions about other parties, each phrased to follow "provided that"."""
     assumed = []
     if isinstance(claim, DistributedDiscreteGaussian):
         assumed.append(f"{claim.honest} sites in every sum keep their share of the noise secret")
         assumed.append("the server follows the protocol")
     if untimed(claim):
         assumed.append("the server does not time the site")
-    if config.task.name == "own-model":  # its file claims this (independent_rows); nothing here can check it
+    if config.task.name == "own-model":  # its file claims this (independent_rows), and FedVeil cannot check it
         assumed.append(f"the own model's file {config.task.module}.py makes each row from that row alone")
     return tuple(assumed)
 
@@ -226,7 +227,7 @@ def describe_relation(neighbours: Adjacency, config: RunConfig) -> str:
 
 
 def describe_sampling(charges: Spent, config: RunConfig) -> str:
-    """Return how the batches behind these charges are drawn, to the extent that it affects epsilon."""
+    """Describe how the batches behind these charges are drawn, as far as it affects epsilon."""
     words = []
     if is_poisson_sampled(charges):
         words.append(f"Poisson batches (each {_noun(config)} is drawn independently)")
@@ -244,7 +245,7 @@ def describe_accountant(charges: Spent) -> str:
 
 
 def board_sentences(claim: PrivacyGuarantee, config: RunConfig, epsilon: float, against_all: float | None) -> list[str]:
-    """Return three sentences for an ethics board; none if the server gets values before the noise.
+    """Return three sentences for an ethics board; none if the server receives values without noise.
 
     Args:
         epsilon: the limit that a site's ledger enforces for this run, or the run's cost. A site's limit over all runs

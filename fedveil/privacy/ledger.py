@@ -4,33 +4,33 @@
                                          "heads": 16 hex digits for each change, "moved-to": "", the account}
 
 The tag is random and identifies the ledger. A change's head is a hash of the previous head and of the whole account
-after the change. So one head covers everything up to it.
+after the change. So a head covers all changes up to its own.
 
-The order of a charge: lock; read and verify the ledger and its witness; decide; write and sync the ledger; write the
-witness; only then draw batches and use examples. A crash in between leaves a charge without a use, and a
-repeated client round is charged again.
+A charge takes these steps, in order: lock; read and verify the ledger and its witness; decide; write and sync the
+ledger; write the witness. Only then are batches drawn and examples used. After a crash in between, a charge may remain
+without a use, and a repeated client round is charged again.
 
 A witness is a mark outside the state folder, in the data folder's ID file (client_app/state/data_sets.py): the ledger's
-tag, its number of changes, a hash of the plans that its entries reserve, and its last head. A restored ledger is behind
-its witness. The witness is locked during a charge, so if two state folders begin on the same data at the same time,
-only one of them gets it.
+tag, its number of changes, a hash of the plans that its entries reserve, and its last head. A ledger restored from an
+older copy is behind its witness. The witness is locked during a charge, so if two state folders start using the same
+data at the same time, only one of them succeeds.
 
 | case | what happens |
 |---|---|
 | another state folder has charged the data folder, or this folder's ledger is lost | StateError; `site ledger adopt`
-  adds the other history, or an open entry for a lost history |
-| the witness knows a later change, or a different history | StateError; `site ledger recover` |
-| the ledger is damaged, or from a later version | StateError: nothing is charged until the site has restored it |
+  adds the other ledger's history, or an open entry if that ledger is lost |
+| the witness has a later change, or a different history | StateError; use `site ledger recover` |
+| the ledger is damaged, or from a later version | StateError: nothing is charged until the site restores it |
 | ledgers of versions 1 to 3, one for each site name | migrated at the next change, and then removed; after a crash
   in between, they are migrated twice |
-| the folder was restored from a backup (`.ledger/restored` is there) | LedgerError: nothing is charged until
-  `site ledger recover` has counted what may be missing, or found that nothing is |
+| the folder was restored from a backup (`.ledger/restored` is there) | LedgerError: nothing is charged until `site
+  ledger recover` accounts for charges that may be missing |
 | a restore was interrupted (`.restoring` is next to the ledger's folder) | LedgerError: nothing is charged, recovered
-  or adopted until `site restore` has run again |
+  or adopted until `site restore` runs again |
 | two processes of one site | one waits for the other: the ledger is locked while it changes |
 | the site has a key file | the ledger is encrypted (fedveil.encrypted_files) |
 
-The ledger protects a site against its runs, not against itself.
+The ledger protects a site from the runs that it takes part in, not from the site's own operators.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ _RESTORED = "restored"  # a mark next to the ledger, from a restore until `recov
 _VERSION = 4
 _OLD_VERSIONS = (1, 2, 3)  # one file per site name, with a history of each record
 _WITHOUT_CHECKSUM = (1, 2)
-_BY_CONTENT = 1  # the version without carried charges, whose histories are by content
+_BY_CONTENT = 1  # the version without carried charges, with a history for each record's content
 _HEAD = 16  # hex digits
 _KINDS = ("gaussian", "poisson", "fixed", SUMMED, OWN_SHARE, OLD_SUMMED, OLD_OWN_SHARE)
 
 
 @dataclass(frozen=True)
 class WitnessMark:
-    """A witness's knowledge of a ledger.
+    """The last change of a ledger that a witness has recorded.
 
     Attributes:
         tag: identifies the ledger.
@@ -106,11 +106,11 @@ class WitnessMark:
 
 
 class LedgerWitness(Protocol):
-    """A place outside the state folder that remembers a ledger's last change."""
+    """A file outside the state folder that records a ledger's last change."""
 
     @property
     def place(self) -> str:
-        """Return the witness's path, for messages."""
+        """Return the witness's path, for use in messages."""
         ...
 
     def read(self) -> WitnessMark | None:
@@ -118,7 +118,7 @@ class LedgerWitness(Protocol):
         ...
 
     def read_others(self) -> Sequence[tuple[str, WitnessMark]]:
-        """Return the marks at other places that may have the same examples, with their paths. Raises StateError."""
+        """Return the marks of other folders that may hold the same examples, with their paths. Raises StateError."""
         ...
 
     def write(self, mark: WitnessMark) -> None:
@@ -126,7 +126,7 @@ class LedgerWitness(Protocol):
         ...
 
     def lock(self) -> AbstractContextManager[None]:
-        """Lock the witness from reading to writing it, also against other ledgers. Raises StateError."""
+        """Lock the witness between reading and writing it, so that other ledgers wait too. Raises StateError."""
         ...
 
 
@@ -147,7 +147,7 @@ class StoredAccount:
 
     @property
     def mark(self) -> WitnessMark:
-        """Return the mark that a witness must have."""
+        """Return the mark that a witness must have for this content."""
         entries, head = self.account.entries, self.heads[-1] if self.heads else ""
         return WitnessMark(self.tag, len(self.heads), _hash_plans(entries), head)
 
@@ -187,7 +187,7 @@ class PrivacyLedger:
         self._change(own, witness, lambda account: account.hold_to(own).charge(terms, charges, after_open))
 
     def note_open(self, run: str, why: str, own: PrivacyBudget, witness: LedgerWitness | None = None) -> None:
-        """Write an open entry for a run, unless it has one; `own` counts only for a new ledger. Raises StateError."""
+        """Write an open entry for a run, unless it has one; `own` matters only for a new ledger. Raises StateError."""
         self._change(
             own, witness, lambda account: (account if account.limits else account.hold_to(own)).note_open(run, why)
         )
@@ -198,11 +198,11 @@ class PrivacyLedger:
 
     @property
     def is_restored(self) -> bool:
-        """Return whether the ledger comes from a backup and nobody has said yet what may be missing."""
+        """Return whether the ledger comes from a backup and has not yet been recovered."""
         return self._restored.exists()
 
     def mark_restored(self) -> None:
-        """Refuse all charges from now on, until `recover`. Call it before a file of a backup takes its place here.
+        """Refuse all charges until `recover` is called. Call this before a backup's file replaces the ledger.
 
         Raises OSError.
         """
@@ -213,37 +213,37 @@ class PrivacyLedger:
         staging = self._folder.with_name(RESTORING)
         if os.path.lexists(staging):
             raise LedgerError(
-                f"{staging}: expected none, found one: a restore is in progress or was interrupted, and files may be "
-                "missing here; run fedveil site restore with the same backup again. Without that backup, move the "
-                "state folder away and keep it, and restore another one into an empty folder"
+                f"{staging}: a restore is in progress or was interrupted, so files may be missing here; run "
+                "fedveil site restore with the same backup again. Without that backup, move the state folder "
+                "away, keep it, and restore another backup into an empty folder"
             )
 
     def require_recovered(self) -> None:
-        """Raise LedgerError if the ledger comes from a backup and nobody has said yet what may be missing.
+        """Raise LedgerError if the ledger comes from a backup and has not yet been recovered.
 
         Also raises it if the restore was interrupted.
         """
         self.require_whole()
         if self.is_restored:
             raise LedgerError(
-                f"{self._folder}: expected a ledger that is up to date, found one that was restored from a backup, "
-                "which may lack charges; run fedveil site ledger recover DATA, which assumes the maximum that may "
-                "have been charged since, or, if the site did not run since the backup, add --nothing-lost"
+                f"{self._folder}: the ledger was restored from a backup and may lack charges; run fedveil site "
+                "ledger recover DATA, which assumes the maximum that may have been charged since, or, if the site "
+                "did not run since the backup, add --nothing-lost"
             )
 
     def confirm_complete(self, own: PrivacyBudget, witness: LedgerWitness) -> None:
-        """Use a restored ledger as it is, because its owner says that nothing was charged since the backup.
+        """Use a restored ledger as it is, on its owner's word that nothing was charged since the backup.
 
-        The witness must confirm it: its mark is the ledger's last change, or there is neither a ledger nor a mark.
+        The witness must confirm this: its mark is the ledger's last change, or neither a ledger nor a mark exists.
 
         Raises:
-            StateError: the ledger was not restored, or the witness knows of another last change, or of none.
+            StateError: the ledger was not restored, or the witness has a different last change, or none.
         """
         with self._locked(), witness.lock():
             self.require_whole()
             if not self.is_restored:
                 raise StateError(
-                    f"{self._folder}: expected a ledger restored by fedveil site restore, found one in use; leave out "
+                    f"{self._folder}: the ledger is in use and was not restored by fedveil site restore; leave out "
                     "--nothing-lost"
                 )
             stored, _ = self._read(own)
@@ -252,9 +252,9 @@ class PrivacyLedger:
             if not is_unused and (mark is None or (mark.changes, mark.head) != (len(stored.heads), stored.mark.head)):
                 seen = "no change" if mark is None else f"change {mark.changes}"
                 raise LedgerError(
-                    f"{witness.place}: expected the restored ledger's last change, {len(stored.heads)}, as "
-                    f"confirmation that nothing is missing, found {seen}; name the data folder that was charged last, "
-                    "or leave out --nothing-lost, which assumes the maximum"
+                    f"{witness.place}: this does not confirm that nothing is missing: the restored ledger's last "
+                    f"change is {len(stored.heads)}, but this has {seen}; name the data folder that was charged "
+                    "last, or leave out --nothing-lost to assume the maximum"
                 )
             self._restored.unlink()
 
@@ -298,7 +298,9 @@ class PrivacyLedger:
         """
         both = [self] if other is None else sorted((self, other), key=lambda one: str(one._path))
         if len({one._path.resolve() for one in both}) < len(both):
-            raise StateError(f"{self._path}: expected another state folder, found this one; nothing to adopt")
+            raise StateError(
+                f"{self._path}: this is the same state folder, so there is nothing to adopt; name the other one"
+            )
         with contextlib.ExitStack() as stack:
             for ledger in both:
                 stack.enter_context(ledger._locked())
@@ -309,7 +311,7 @@ class PrivacyLedger:
             stored, old = self._read(own)
             mark = witness.read()
             if mark is None or mark.tag == stored.tag:
-                raise StateError(f"{witness.place}: expected the tag of another ledger, found none; nothing to adopt")
+                raise StateError(f"{witness.place}: this has no tag of another ledger, so there is nothing to adopt")
             mine = stored.account.hold_to(own)
             if other is None:
                 added: Sequence[AccountEntry] = [
@@ -319,11 +321,11 @@ class PrivacyLedger:
                 theirs, their_old = other._read(own)
                 if theirs.tag != mark.tag:
                     raise StateError(
-                        f"{other._path}: expected the ledger that {witness.place} names, found a different one; name "
-                        "the state "
-                        "folder that charged this data, or say that it is lost"
+                        f"{other._path}: this is not the ledger that {witness.place} names; name the state folder "
+                        "that charged this data, or say that it is lost"
                     )
-                other._require_change(theirs, witness.place, mark)  # not its neighbors' marks, which adoption resolves
+                # Not the marks of neighboring folders, which adoption resolves.
+                other._require_change(theirs, witness.place, mark)
                 account = theirs.account.hold_to(own)
                 mine = mine.count_unit(account.unit)
                 added = [replace(entry, run=f"{entry.run} (adopted)").use_up() for entry in account.entries]
@@ -337,7 +339,7 @@ class PrivacyLedger:
 
     @property
     def roles(self) -> dict[Path, str]:
-        """Return the ledger's files, and those of older versions, with their encryption roles."""
+        """Return the paths of the ledger's files, including those of older versions, with their encryption roles."""
         ledgers = {path: f"ledger/{path.stem}" for path in (self._path, *self._folder.glob("*.json"))}
         return ledgers | {path: f"ledger-key/{path.stem}" for path in self._folder.glob("*.key")}
 
@@ -356,8 +358,8 @@ class PrivacyLedger:
             mark = self._require_witness(stored, witness)
             if stored.moved_to:
                 raise LedgerError(
-                    f"{self._path}: expected a ledger in use, found one whose history the ledger {stored.moved_to} has "
-                    "taken over; use that site's state folder"
+                    f"{self._path}: the ledger {stored.moved_to} has taken over this ledger's history; use that "
+                    "ledger's state folder"
                 )
             before = stored.account
             account = decide(before)
@@ -368,16 +370,16 @@ class PrivacyLedger:
             self._write(stored, account, old, witness)
 
     def _require_witness(self, stored: StoredAccount, witness: LedgerWitness | None) -> WitnessMark | None:
-        """Return the witness's mark. Raises StateError if the ledger lacks the change that the witness has seen."""
+        """Return the witness's mark. Raises StateError if the ledger lacks the change that the witness has recorded."""
         if witness is None:
             return None
         for place, other in witness.read_others():
             if other.tag != stored.tag:
                 raise LedgerError(
-                    f"{place}: expected the tag of the ledger in {self._folder}, found that of another state folder, "
-                    f"whose data may have the same rows as that of {witness.place}: one folder is in the other, or a "
-                    "link leads there; use the state folder that charged it, run fedveil site ledger adopt on "
-                    f"{Path(place).parent}, or move the two data sets apart"
+                    f"{place}: this has the tag of another state folder, not of the ledger in {self._folder}, and "
+                    f"its data may have the same rows as that of {witness.place}, because one folder is in the "
+                    "other or a link leads there; use the state folder that charged it, run fedveil site ledger "
+                    f"adopt on {Path(place).parent}, or move the two data sets apart"
                 )
             self._require_change(stored, place, other)
         mark = witness.read()
@@ -389,21 +391,21 @@ class PrivacyLedger:
         return mark
 
     def _require_change(self, stored: StoredAccount, place: str, mark: WitnessMark) -> None:
-        """Raise StateError if the ledger does not contain the change that a place has seen."""
+        """Raise StateError if the ledger does not contain the change that a witness at `place` has recorded."""
         if mark.changes > len(stored.heads) or stored.heads[mark.changes - 1] != mark.head:
             raise LedgerError(
-                f"{self._path}: expected the change {mark.changes} that {place} has seen, found "
-                f"{len(stored.heads)} changes, so an older copy of the ledger was restored; restore the newest one, or "
-                "run fedveil site ledger recover on that folder, which assumes the maximum that may have been "
-                "charged since"
+                f"{self._path}: {place} has recorded change {mark.changes}, which is missing among the ledger's "
+                f"{len(stored.heads)} changes, so an older copy of the ledger was restored; restore the newest "
+                "one, or run fedveil site ledger recover on that folder, which assumes the maximum that may have "
+                "been charged since"
             )
 
     def _foreign(self, stored: StoredAccount, witness: LedgerWitness) -> str:
         found = "another ledger" if stored.tag else "no ledger here: it was lost, or belongs to another state folder"
         return (
-            f"{witness.place}: expected the tag of the ledger in {self._folder}, found {found}; use the state folder "
-            "that charged this data, or run fedveil site ledger adopt, which adds its history to this one; if the "
-            "folder's other files are another site's, move this site's data to a folder outside of it"
+            f"{witness.place}: expected the tag of the ledger in {self._folder}, found {found}; use the state "
+            "folder that charged this data, or run fedveil site ledger adopt, which adds its history to this one; "
+            "if the folder's other files belong to another site, move this site's data to a folder outside of it"
         )
 
     @property
@@ -420,8 +422,9 @@ class PrivacyLedger:
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError as error:
                 raise StateError(
-                    f"{path}: expected a file that this user can write, to lock the privacy ledger, found "
-                    f"{type(error).__name__}: {error}; nothing was changed: give the user access to the state folder"
+                    f"{path}: cannot lock the privacy ledger, because this user cannot write the file "
+                    f"({type(error).__name__}: {error}); nothing was changed. Give the user access to the state "
+                    "folder"
                 ) from error
             yield
 
@@ -449,7 +452,7 @@ class PrivacyLedger:
     def _content(self, path: Path) -> dict[str, Any]:
         try:
             data = self._seal.read(path, self.roles[path])
-        except OSError as error:  # a disk or network error, which may be gone at the next request
+        except OSError as error:  # a disk or network error, which may not recur at the next request
             raise StateError(f"{path}: cannot read the privacy ledger: {error}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise LedgerError(self._damaged(path, error)) from None
@@ -477,9 +480,9 @@ class PrivacyLedger:
 
     def _damaged(self, path: Path, error: Exception) -> str:
         return (
-            f"{path}: expected a privacy ledger of version {_VERSION}, found none that can be read ({error}); restore "
-            "it from a backup, and then run fedveil site ledger recover; without a backup move the file away, and run "
-            "fedveil site ledger adopt DATA --lost, after which epsilon over all runs is infinite"
+            f"{path}: not a readable privacy ledger of version {_VERSION} ({error}); restore it from a backup, and "
+            "then run fedveil site ledger recover. Without a backup, move the file away, and run fedveil site "
+            "ledger adopt DATA --lost, after which epsilon over all runs is infinite"
         )
 
     def _write(
@@ -531,7 +534,7 @@ class RunCharger:
 
 
 def _head_of(stored: StoredAccount) -> str:
-    """Return the head for content whose last head is the previous one."""
+    """Return the next head for this content, whose last head is the previous one."""
     text = json.dumps(_listed(stored), sort_keys=True).encode()
     before = stored.heads[-1] if stored.heads else ""
     return hashlib.blake2b(text, digest_size=_HEAD // 2, key=before.encode()).hexdigest()

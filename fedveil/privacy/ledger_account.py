@@ -1,4 +1,4 @@
-"""A site's privacy account: the budget its runs have reserved and used, per party. This module touches no files.
+"""A site's privacy account: the budget that its runs have reserved and used, per party. This module does no file I/O.
 
 Every charge counts for every record at the site, whether the record was drawn or not, so the account names no record,
 data set or site. A run is reserved at its first charge, with the largest plan that its own guarantee permits, and every
@@ -15,14 +15,14 @@ later charge must stay within that plan.
 | a party sees the run without noise, the run has no guarantee, or its noise is seeded | an open entry: over all runs,
   epsilon against that party stays infinite |
 | the policy's delta or adjacency differs from the account's | BudgetError: the sum of epsilons would mean nothing |
-| a claim for units (dp.unit-column) after a claim for rows, or the reverse | BudgetError: a charge for a row bounds
-  nothing for a unit with several rows |
-| the policy raises max-epsilon | applied from then on, and listed as a new promise |
+| a claim for units (dp.unit-column) after a claim for rows, or the reverse | BudgetError: a charge for a row is no
+  bound for a unit with several rows |
+| the policy raises max-epsilon | applied from then on, and recorded as a new limit |
 | histories from ledgers of versions 1 to 3 | one entry, with all uses by sampled steps; for steps without sampling, the
   sum over the files of the largest count of any record |
 
-max-epsilon limits the first and third party. Noise in a sum protects far less against the server with all other sites;
-that epsilon is computed and printed, but no limit applies to it.
+max-epsilon limits the first and third party. Noise in a sum protects far less against the server together with all
+other sites; that epsilon is computed and printed, but not limited.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from fedveil.privacy import accounting
 MAX_RUNS = 16  # number of runs among which delta is divided
 _RELATIVE = 1e-9  # relative tolerance for comparing floats
 _MAX_STEPS, _MAX_LOSS = 3_000_000, 1200.0  # maximum number of sampled steps, and of their mean privacy loss
-_ON_A_GRID = ("poisson", "fixed", SUMMED)  # if sampled, the accountant composes their privacy losses on a grid
+_ON_A_GRID = ("poisson", "fixed", SUMMED)  # if they are sampled, the accountant composes their privacy losses on a grid
 ROW, UNIT = "row", "unit"  # units that a guarantee can protect
 _PROTECTED = {ROW: "one row", UNIT: "a unit (dp.unit-column)"}
 
@@ -74,7 +74,7 @@ class RunTerms:
         run: the run's name, only a label.
         claim: the run's privacy budget.
         rounds: number of rounds in the run.
-        most_charges: the largest number of charges that the site will accept.
+        most_charges: maximum number of charges that the site accepts.
         unit: the unit that the guarantee protects, ROW or UNIT.
         site: the name under which the site takes part.
     """
@@ -89,7 +89,7 @@ class RunTerms:
 
 @dataclass(frozen=True)
 class ReservedStep:
-    """A step of a run, with the reserved maximum number of uses, and the number so far."""
+    """A step of a run, with its reserved maximum number of uses and the number of uses so far."""
 
     step: Step
     most: int
@@ -106,7 +106,7 @@ class AccountEntry:
         open: parties against which epsilon is infinite.
         claim: the run's own epsilon, delta and adjacency, as text; "" without a guarantee.
         steps: reserved steps.
-        reserved: epsilon at delta / 16, computed when reserved; None if no limit applied then.
+        reserved: epsilon at delta / 16, computed at reservation; None if no limit applied then.
         site: with noise in the sum, the site name that the run was charged under; otherwise "".
     """
 
@@ -135,7 +135,7 @@ class AccountEntry:
 
 @dataclass(frozen=True)
 class PartyStanding:
-    """The account against one party.
+    """The account's epsilons against one party.
 
     Attributes:
         party: the adversary.
@@ -183,7 +183,7 @@ class SiteAccount:
                 entries = (*self.entries[:index], charged, *self.entries[index + 1 :])
                 return replace(self, entries=entries)
         if after_open == "refuse" and any(entry.open for entry in self.entries):
-            raise BudgetError(  # the server reads this, and the open run may be another server's
+            raise BudgetError(  # the server reads this message, and the open run may belong to another server
                 'after-open: this site permits no private run after an open one ("refuse"), found one; at the site, '
                 "fedveil site ledger show names it, and the site may set after-open to say"
             )
@@ -200,9 +200,9 @@ class SiteAccount:
         """Return the account with this unit; "" means none. Raises BudgetError if the account counts another unit."""
         if unit and self.unit not in ("", unit):
             raise BudgetError(
-                f"dp.unit-column: expected a run that protects {_PROTECTED[self.unit]}, which this site's ledger "
-                f"counts, found one that protects {_PROTECTED[unit]}, whose epsilon would not add up with the earlier "
-                "ones; agree on it with the site"
+                f"dp.unit-column: this site's ledger counts runs that protect {_PROTECTED[self.unit]}, but this "
+                f"run protects {_PROTECTED[unit]}, so its epsilon would not add up with the earlier ones; agree on "
+                "it with the site"
             )
         return replace(self, unit=self.unit or unit)
 
@@ -211,7 +211,7 @@ class SiteAccount:
         return replace(self, entries=(*self.entries, *entries))
 
     def use_up(self) -> SiteAccount:
-        """Return the account as if every run had used its whole plan."""
+        """Return the account in which every run counts as having used its whole plan."""
         return replace(self, entries=tuple(entry.use_up() for entry in self.entries))
 
     def hold_to(self, own: PrivacyBudget) -> SiteAccount:
@@ -222,8 +222,8 @@ class SiteAccount:
         ):
             if kept != now:
                 raise BudgetError(
-                    f"{name}: expected {kept} in this site's policy, for which its ledger was made, found {now}; "
-                    "epsilons of two kinds do not add up: the site must restore it"
+                    f"{name}: this site's ledger was made for {kept} in its policy, which is now {now}; epsilons "
+                    "of two kinds do not add up, so the site must restore the earlier value"
                 )
         limits = self.limits if self.limits[-1:] == (own.epsilon,) else (*self.limits, own.epsilon)
         return replace(self, own=own, limits=limits)
@@ -241,7 +241,7 @@ class SiteAccount:
 
     @property
     def runs(self) -> int:
-        """Return the number of entries that share delta."""
+        """Return the number of entries among which delta is divided."""
         return sum(bool(entry.steps) for entry in self.entries)
 
     def standing(self, party: Party) -> PartyStanding:
@@ -275,7 +275,7 @@ class SiteAccount:
     def _reserve(self, terms: RunTerms, charges: Spent, claim: str) -> AccountEntry:
         if any(step.multiplier == 0 for step in charges):
             if terms.claim.epsilon < math.inf or self.own.epsilon < math.inf:
-                raise BudgetError(f"noise: expected noise above 0 with an epsilon, found none in {terms.run}; set it")
+                raise BudgetError(f"noise: {terms.run} has an epsilon but no noise; set the noise above 0")
             return AccountEntry(terms.run, "it adds no noise", frozenset(Party), claim)
         times = _largest_plan(terms, charges, self.own)
         if times == 0:
@@ -295,9 +295,9 @@ class SiteAccount:
         """Return the entry with its reserved epsilon. Raises BudgetError if a limit would be exceeded."""
         if self.runs >= MAX_RUNS:
             raise BudgetError(
-                f"runs: expected at most {MAX_RUNS} runs with a claim at this site, because its delta is divided among "
-                f"them, found {self.runs} earlier ones; the site joins no further private run under max-epsilon. Only "
-                "a policy without max-epsilon, which promises nothing over all runs, has no such limit"
+                f"runs: this site takes part in at most {MAX_RUNS} runs with a claim, because its delta is divided "
+                f"among them, and has {self.runs} earlier ones; it joins no further private run under max-epsilon. "
+                "Only a policy without max-epsilon, which promises nothing over all runs, has no such limit"
             )
         entry = replace(entry, reserved=self.reserved_epsilon(entry))
         reserved = max(self.reserved(party) for party in LIMITED if party not in entry.open)
@@ -357,7 +357,7 @@ def carry_over(ledgers: Iterable[OldLedger]) -> AccountEntry:
 
 
 def _largest_plan(terms: RunTerms, charges: Spent, own: PrivacyBudget) -> int:
-    """Return how often the run may make these charges under its own guarantee and the site's delta and adjacency."""
+    """Return how often the run may make these charges under its guarantee and the site's delta and adjacency."""
     claim = terms.claim
 
     def fits(times: int) -> bool:
@@ -371,7 +371,7 @@ def _largest_plan(terms: RunTerms, charges: Spent, own: PrivacyBudget) -> int:
 
 
 def _is_small(charges: Spent) -> bool:
-    """Return whether the accountant can handle these charges in seconds and without using up all memory.
+    """Return whether the accountant can handle these charges within seconds and without exhausting memory.
 
     The server chooses the number of rounds. Larger plans count as infinite, which is an upper bound.
     """
@@ -387,7 +387,7 @@ def _largest(fits: Callable[[int], bool], most: int, likely: Iterable[int]) -> i
     for probe in likely:
         if low < probe < high:
             low, high = (probe, high) if fits(probe) else (low, probe)
-    probe = max(1, 2 * low)  # search from below, because the server chooses `most`, and large plans take long
+    probe = max(1, 2 * low)  # search upward, because the server chooses `most`, and large plans take long
     while probe < high and fits(probe):
         low, probe = probe, 2 * probe
     high = min(high, probe)
@@ -400,17 +400,16 @@ def _largest(fits: Callable[[int], bool], most: int, likely: Iterable[int]) -> i
 def _held_to_site(entry: AccountEntry, site: str, charges: Spent) -> AccountEntry:
     """Return the entry with its site, if the noise is in the sum. Raises BudgetError for a second site in the run.
 
-    Two uploads of one record in one sum move the sum twice as far as one upload, under the same noise. But two charges
-    only account for the square root of two.
+    Two uploads of a record in the same sum move the sum twice as far as one upload, under the same noise. But two
+    charges account only for a factor of sqrt(2).
     """
     if not any(step.kind == SUMMED for step in charges):
         return entry
     if entry.site not in ("", site):
         raise BudgetError(
-            f'run {entry.run}: expected site "{entry.site}", which takes part with noise in the sum, found "{site}" in '
-            "the same state folder: a sum with two uploads of the same data protects that data less than the "
-            "two charges say; "
-            "take part under one name, or give each site its own state folder and data"
+            f'run {entry.run}: site "{entry.site}" already takes part with noise in the sum, and "{site}" uses the '
+            "same state folder; a sum with two uploads of the same data protects that data less than the two "
+            "charges say. Take part under one name, or give each site its own state folder and data"
         )
     return replace(entry, site=site)
 
@@ -438,7 +437,7 @@ def _use(entry: AccountEntry, charges: Spent) -> AccountEntry:
 
 
 def _dominates(reserved: Step, step: Step) -> bool:
-    """Return whether a step costs at most as much as the reserved step: less noise and a larger rate cost more."""
+    """Return whether a step costs at most as much as the reserved step; less noise or a larger rate costs more."""
     if reserved.kind != step.kind or bool(reserved.examples) != bool(step.examples):
         return False
     return (

@@ -1,8 +1,8 @@
 """The charge for a site that cannot verify the other sites in a sum.
 
 Noise in the sum includes the other sites' shares (distributed_dgauss.py). Without a roster in its policy, a site knows
-these sites only from the server, which could be posing as all of them. Then the site can rely only on its own share of
-the noise: z / sqrt h.
+of these sites only from the server, which could impersonate all of them. The site can then rely only on its own share
+of the noise: z / sqrt h.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Warnings about privacy settings that promise next to nothing. Imports neither torch nor dp-accounting.
+"""Warnings about privacy settings that give almost no protection. Imports neither torch nor dp-accounting.
 
-| setting | why it promises next to nothing |
+| setting | why it gives almost no protection |
 |---|---|
 | delta of 0.01 or more | publishing all examples with that probability satisfies it |
 | delta above 1 / examples | publishing one example, drawn at random, satisfies it |
@@ -21,7 +21,7 @@ LARGE_DELTA, LARGE_EPSILON = 0.01, 100.0
 
 
 def privacy_warnings(claim: PrivacyGuarantee | None, examples: Iterable[int] = ()) -> list[str]:
-    """Return a sentence for each setting of a guarantee that promises next to nothing.
+    """Return a sentence for each setting of a guarantee that gives almost no protection.
 
     Args:
         examples: the sites' numbers of examples, where known.
@@ -37,7 +37,7 @@ def privacy_warnings(claim: PrivacyGuarantee | None, examples: Iterable[int] = (
 
 
 def delta_warnings(delta: float, examples: Iterable[int] = ()) -> list[str]:
-    """Return a sentence for a delta that promises next to nothing."""
+    """Return a sentence for a delta that gives almost no protection."""
     usual = "use min(1e-6, 1 / (10 x examples))"
     if delta >= LARGE_DELTA:
         return [
@@ -55,7 +55,7 @@ def delta_warnings(delta: float, examples: Iterable[int] = ()) -> list[str]:
 
 
 def noise_warnings(multipliers: Iterable[float], budget: PrivacyBudget) -> list[str]:
-    """Return a sentence about noise for which a single use of an example exceeds an epsilon of 100."""
+    """Return a sentence about noise so weak that a single use of an example exceeds an epsilon of 100."""
     least = min(multipliers, default=math.inf)
     if math.isinf(least):
         return []

@@ -1,14 +1,14 @@
-"""An upper bound on a run's cost for one site's records, using only the server's record and the site's reports.
+"""An upper bound on a run's cost for one site's records, computed only from the server's logs and the site's reports.
 
-`promised_epsilon` is the maximum that a run may cost a record: the budget of its guarantee, which the
-site's ledger enforces.
+`promised_epsilon` is the maximum that a run may charge a record: the budget of its guarantee, which the site's ledger
+enforces.
 
 | case | epsilon |
 |---|---|
 | a run without a guarantee, or that only counts its charges | infinite |
 | the site sends values before the noise (`PrivacyBudget.server_trusted`) | infinite: a site need not trust the server |
 | run.deterministic | infinite: seeded noise hides nothing |
-| `delta` is below the budget's | infinite: the run promises nothing there |
+| `delta` is below the budget's | infinite: the run gives no guarantee at that delta |
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.privacy.guarantee_source import guarantee_of
 
 _MOST_ROWS = 100_000_000  # the limit in the server's upload validation
-# For all participations together: beyond these limits, accounting takes minutes and then all memory.
+# For all participations together: beyond these limits, accounting takes minutes and then exhausts memory.
 _MOST_STEPS, _MOST_LOSS = 3_000_000, 1200.0
 
 
@@ -90,7 +90,7 @@ def server_side_bound(
             charges.update(dict(claim.privacy_spent(once)))
     except ConfigError as error:
         return f"not known, because its reports do not fit the run ({error}). Treat epsilon as infinite."
-    is_closed = all(kind == "gaussian" for kind, *_ in charges)  # has a closed form for any number of steps
+    is_closed = all(kind == "gaussian" for kind, *_ in charges)  # these have a closed form for any number of steps
     if not is_closed and (sum(charges.values()) > _MOST_STEPS or accounting.mean_loss(charges) > _MOST_LOSS):
         return (
             f"{rows} examples, {len(asked)} participations of {steps} steps: more than the accountant supports (a "

@@ -50,10 +50,8 @@ def run(args: argparse.Namespace) -> int:
     settings = parse_overrides(args.config, args.set)
     named = dict(_named(text) for text in args.site)
     if bool(named) == (args.sites is not None):
-        raise ConfigError(
-            "--site: expected NAME=FOLDER for each site, or --sites N with task.data; give one of the two"
-        )
-    from fedveil.local.config_rules import read_config  # they import torch
+        raise ConfigError("--site: give either --site NAME=FOLDER for each site, or --sites N with task.data")
+    from fedveil.local.config_rules import read_config  # these modules import torch
     from fedveil.records.atomic_files import write_atomic
     from fedveil.sweep.grid import Grid
     from fedveil.sweep.picture import sweep_svg
@@ -80,5 +78,7 @@ def run(args: argparse.Namespace) -> int:
 def _named(text: str) -> tuple[str, Path]:
     name, _, folder = text.partition("=")
     if not name or not folder:
-        raise ConfigError(f'--site: expected NAME=FOLDER, found "{text}"; name the site and the folder of its examples')
+        raise ConfigError(
+            f'--site: expected NAME=FOLDER, found "{text}"; give the site\'s name and the folder with its examples'
+        )
     return name, Path(folder)

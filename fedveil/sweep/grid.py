@@ -55,9 +55,9 @@ class Grid:
             raise ConfigError(f"--seeds: expected 1 to {MAX_SEEDS}, found {self.seeds}")
         for key, values in self.values.items():
             if key in _OWN:
-                raise ConfigError(f"--grid: expected a key that a cell may set, found {key}, which the sweep sets")
+                raise ConfigError(f"--grid: the sweep itself sets {key}, so a grid cannot vary it")
             if not values or len({repr(value) for value in values}) < len(values):
-                raise ConfigError(f"--grid: expected different values of {key}, found {list(values)}")
+                raise ConfigError(f"--grid: the values of {key} must differ, found {list(values)}")
         if (count := self.seeds * math.prod(map(len, self.values.values()))) > MAX_RUNS:
             raise ConfigError(f"--grid: expected at most {MAX_RUNS} runs, found {count}; use fewer values or seeds")
 

@@ -143,10 +143,9 @@ def run_sweep(
     folder = Path(out).expanduser()
     plain = read_config(config)
     if plain.run.name or plain.run.resume or plain.run.dir != RunConfig().run.dir:
-        raise ConfigError("run.name: expected none for a sweep, which names its own runs; leave out run.name, "
-                          "run.dir and run.resume")  # fmt: skip
+        raise ConfigError("run.name: a sweep names its own runs; leave out run.name, run.dir and run.resume")
     if not plain.task.evaluation:
-        raise ConfigError("task.evaluation: expected test data, which a sweep needs to compare cells, found none")
+        raise ConfigError("task.evaluation: a sweep needs test data to compare cells; set this key")
     data = _data_of(plain, sites)
     planned = [
         (cell, seed, _cell_config(plain, cell, seed, folder, data))
@@ -178,7 +177,7 @@ def _cell_config(config: RunConfig, cell: Cell, seed: int, out: Path, data: obje
 
 
 def _data_of(config: RunConfig, sites: Mapping[str, str | Path] | int) -> list[object]:
-    """Return the sites', the server's and task.module's files, with sizes and times: they determine the result."""
+    """Return the sites', the server's and task.module's files, which determine the result, with sizes and times."""
     named = {} if isinstance(sites, int) else {name: Path(of).expanduser().absolute() for name, of in sites.items()}
     server = [Path(of).expanduser().absolute() for of in (config.task.evaluation, config.task.data) if of]
     own = [own_module.find_module(config.task.module)] if config.task.module else []
@@ -218,7 +217,7 @@ def _continued(config: RunConfig, folder: Path) -> RunConfig:
     if checkpoints.has_checkpoint(folder):
         return parse(config.flat() | {"run.resume": True})
     if (folder / process_exit.LOCK).exists() and not process_exit.is_dead(folder):
-        raise StateError(f"{folder}: expected no other process in this run, found one; wait, or choose another folder")
+        raise StateError(f"{folder}: another process is using this run; wait, or choose another folder")
     shutil.rmtree(folder)
     return config
 

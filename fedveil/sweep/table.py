@@ -31,7 +31,7 @@ def sweep_table(result: SweepResult) -> Table:
 
 
 def seeds_in_words(seeds: int) -> str:
-    """Return the number of seeds, and what the figures show."""
+    """Return the number of seeds, and the meaning of the figures."""
     return "1 seed, no interval" if seeds == 1 else f"{seeds} seeds: mean ± 95 % interval"
 
 

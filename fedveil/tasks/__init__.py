@@ -1,4 +1,4 @@
-"""A task is a model together with its data, loss and metrics. Each task is one file, found by file name, like a method.
+"""A task is a model with its data, loss and metrics. Like a method, each task is one file, found by its name.
 
 A file defines `INFO`, a `fedveil.contract.task.TaskInfo`, and `create(config, adapter, device) -> Task`. A module in
 another package, named by an entry point in the group "fedveil.tasks", defines the same.

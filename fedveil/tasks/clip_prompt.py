@@ -52,7 +52,7 @@ INFO = TaskInfo(
     columns=lambda task: (task.image_column, task.target_column),
     tiny=lambda: bundled.bundled_folder("clip-prompt"),
     metrics=class_metrics,
-    divisible=False,  # the texts of all classes cost the most, and every process would compute all of them
+    divisible=False,  # encoding the texts of all classes costs the most, and every process would encode all of them
 )
 _AT_ONCE = 64  # images per pass through the tower
 ZERO_SHOT = "a photo of a"
@@ -68,9 +68,8 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     ):
         if value != wanted:
             raise ConfigError(f'{key}: expected {wanted} with the task "clip-prompt", found {value}; leave it out')
-    return ClipPrompt(
-        config, cast(PromptAdapter, adapter), loading.pick_device(device)
-    )  # no other adapter precedes the texts
+    # No other kind of adapter precedes the texts.
+    return ClipPrompt(config, cast(PromptAdapter, adapter), loading.pick_device(device))
 
 
 @final
@@ -93,8 +92,8 @@ class ClipPrompt(AdaptedTask):
         """Return all class names, by number. Before encoding, raises TaskError unless task.class-names is set."""
         if not self._numbering.names:
             raise TaskError(
-                "task.class-names: expected the names of all classes, separated by commas, found none there, and the "
-                "data declare none; set it"
+                "task.class-names: neither this key nor the data names the classes; set it to the names of all "
+                "classes, separated by commas"
             )
         return self._numbering.names
 
@@ -130,10 +129,10 @@ class ClipPrompt(AdaptedTask):
 
     @override
     def encode(self, examples: Examples) -> list[EncodedImage]:
-        """Encode each image; images that the tower has not processed yet pass through the tower.
+        """Encode each image. Images that the tower has not yet processed pass through it.
 
         Raises:
-            TaskError: an image does not decode or has no class, with the file and row; or a data set declares class
+            TaskError: an image cannot be decoded or has no class, with the file and row; or a data set declares class
                 names that differ from those of the run or of earlier examples.
         """
         labels = [self._numbering.number(example) for example in examples]
@@ -153,7 +152,7 @@ class ClipPrompt(AdaptedTask):
         return [EncodedImage(self._points[digest], label) for digest, label in zip(digests, labels, strict=True)]
 
     def _look(self, waiting: dict[bytes, Any]) -> None:
-        """Compute the image features with the tower, without keeping the images."""
+        """Compute the image features with the tower; the images are not kept."""
         if waiting:
             with self._computing():
                 points = clip.encode_images(self.base, list(waiting.values()), patches=self.adapter.form == "transport")
@@ -193,8 +192,8 @@ class ClipPrompt(AdaptedTask):
         """Return the points and classes. Raises TaskError for a prompt whose loss branches on values."""
         if self.adapter.form == "transport":
             raise TaskError(
-                'adapter.form: expected "one", "sum" or "factored" for per-example gradients, found "transport", '
-                "whose plan is iterated until it converges"
+                'adapter.form: per-example gradients require "one", "sum" or "factored", found "transport", whose '
+                "plan is iterated until it converges"
             )
         batch = self.collate(rows).to(self.device)
         return batch.inputs, batch.labels
@@ -205,10 +204,10 @@ class ClipPrompt(AdaptedTask):
         return self.loss_at(weights, LabelledBatch(points[None], label[None]))
 
     def features(self, weights: Weights) -> Float[Tensor, "classes D"]:
-        """Return the text features, with norm 1. Raises TaskError if the loss uses other features too."""
+        """Return the text features, with norm 1. Raises TaskError if the loss also uses other features."""
         if self.adapter.form == "transport" or self.adapter.contrast:
             raise TaskError(
-                "adapter: expected one text per class and no contrast for gradients with respect to the texts, found "
+                "adapter: gradients with respect to the texts require one text per class and no contrast, found "
                 f'form "{self.adapter.form}" and contrast {self.adapter.contrast:g}'
             )
         return self.texts({name: w.to(self.device) for name, w in weights.items()})[0]
@@ -240,14 +239,14 @@ class ClipPrompt(AdaptedTask):
             TaskError: there are no examples, the weights do not match the spec, or as in `encode`.
         """
         if not examples:
-            raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
+            raise TaskError("examples: there are none to score; correct task.evaluation")
         logits, labels = self._all(weights, self.encode(draw_scored(examples, self.config)))
         loss = float(torch.nn.functional.cross_entropy(logits, labels))
         return {"loss": loss, "accuracy": float((logits.argmax(-1) == labels).float().mean())}
 
     @torch.no_grad()
     def zero_shot_logits(self, rows: Sequence[EncodedImage], words: str = ZERO_SHOT) -> Float[Tensor, "rows classes"]:
-        """Return the logits of the unchanged model with `words` as context, on the CPU."""
+        """Return the logits of the untrained model with `words` as context, on the CPU."""
         texts = self._texts.features(self._texts.written(words)[None])[0].cpu()
         return self._scale * torch.stack([row.points[0] for row in rows]) @ texts.T
 
@@ -266,7 +265,7 @@ class ClipPrompt(AdaptedTask):
     def predict(
         self, weights: Weights, rows: Sequence[EncodedImage], generate: bool = False
     ) -> Iterator[ExamplePrediction]:
-        """Yield only the slice "target", with one position; this task generates nothing."""
+        """Yield only the slice "target", with one position, because this task generates no text."""
         if rows:
             logits, labels = self._all(weights, rows)
             for i in range(len(rows)):

@@ -16,8 +16,8 @@ interpolation and antialiasing, without rounding, so the pixels are a linear fun
 
 With task.multi-label, task.target-column contains the labels in a format from `fedveil.data.class_labels`, such as
 "edema|mass". Otherwise it contains the class, as a name or as an integer counted from 0; `fedveil.data.class_names`
-says who numbers the names. With task.class-names, a model without weights has one class per name, and an exported model
-has these names.
+says how the names are numbered. With task.class-names, a model without weights has one class per name, and an exported
+model has these names.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     names, number = len(config.task.class_list), config.task.num_classes
     if names and number not in (names, TaskConfig().num_classes):
         raise ConfigError(
-            f"task.num-classes: expected {names}, the number of names in task.class-names, found {number}; leave it out"
+            f"task.num-classes: {number} contradicts task.class-names, which has {names} names; leave it out"
         )
     return ImageClassification(config, adapter, loading.pick_device(device))
 
@@ -102,7 +102,7 @@ class ImageExample:
 class ImageExamples(Sequence[ImageExample]):
     """The images of the examples, each read and decoded when its pixels are needed.
 
-    Decoded images are cached while there is room. A slice is a list.
+    Decoded images are cached while there is room. Slicing returns a list.
 
     Args:
         examples: the examples with the images.
@@ -182,8 +182,8 @@ class ImageClassification(AdaptedTask):
     def encode(self, examples: Examples) -> ImageExamples:
         """Return one example per image; an image is decoded when a batch contains it.
 
-        Raises TaskError, with the file and row, for an example without an image or class. For an image that is damaged
-        after its header, building the batch raises the error.
+        Raises TaskError, with the file and row, for an example without an image or class. If an image is damaged after
+        its header, building the batch raises the error.
         """
         self._mode  # noqa: B018  # raises an error if the model does not take images
         labels: list[int | tuple[float, ...]] = []
@@ -201,7 +201,8 @@ class ImageClassification(AdaptedTask):
     @override
     def collate(self, rows: Sequence[ImageExample]) -> LabelledBatch:
         """Return one batch, on the CPU."""
-        cached_pixels = [row.kept() for row in rows]  # starting a thread for one of these costs more than its work
+        # Starting a thread for a cached image would cost more than it saves.
+        cached_pixels = [row.kept() for row in rows]
         undone = iter(
             images.decode_parallel([row.pixels for row, k in zip(rows, cached_pixels, strict=True) if k is None])
         )
@@ -248,7 +249,7 @@ class ImageClassification(AdaptedTask):
             TaskError: there are no examples, the weights do not match the spec, or as in `encode`.
         """
         if not examples:
-            raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
+            raise TaskError("examples: there are none to score; correct task.evaluation")
         self.show(weights)
         encoded = self.encode(draw_scored(examples, self.config))
         if not self.config.task.multi_label:
@@ -312,8 +313,8 @@ class ImageClassification(AdaptedTask):
         channels = getattr(self.base.model.config, "num_channels", 3)
         if self.base.model.main_input_name != "pixel_values" or channels not in _MODES:
             raise TaskError(
-                "task.model: expected a model that takes pixels with 1 or 3 channels, found "
-                f'{type(self.base.model).__name__} with {channels} in "{self.config.task.model}"; {loading.NEXT}'
+                "task.model: only models for images with 1 or 3 channels are supported, but "
+                f'{type(self.base.model).__name__} in "{self.config.task.model}" takes {channels}; {loading.NEXT}'
             )
         return _MODES[channels]
 

@@ -4,7 +4,7 @@
 file is the mean over a batch's rows. FedVeil calls it for training, for scoring in eval mode and, under dp.*, for
 single rows.
 
-Under dp.*, each row is collated separately, because padding or a mean over a batch would let other rows affect its
+Under dp.*, each row is collated separately; otherwise padding or a mean over a batch would let other rows affect its
 gradient. Rows with equal shapes are differentiated together by vmap. Rows with different shapes, and rows for models
 that vmap does not support, are differentiated one by one.
 """
@@ -62,7 +62,7 @@ INFO = TaskInfo(
     tiny=lambda: None,
     metrics=lambda task: own_module.score_directions(task.module),
 )
-_UNUSED = (  # keys for columns, and for features that FedVeil cannot apply to a network that it does not know
+_UNUSED = (  # keys for columns, and for features that FedVeil cannot apply to an unknown network
     "task.source-column", "task.source-template", "task.target-column", "task.image-column", "task.image-window",
     "task.choices-column", "task.hint-column", "task.label-column", "task.label-pattern", "task.num-classes",
     "task.class-names", "task.from-scratch", "task.partition", "train.quantized-base", "train.gradient-checkpointing",
@@ -87,10 +87,7 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     uses_base = module.needs_base("model")
     checked = config if uses_base else config.model_copy(update={"task": RunConfig().task})
     if uses_base and config.task.model == "tiny":
-        raise ConfigError(
-            f'task.model: expected the folder or Hub id that model(base) in {module.name}.py loads, found "tiny"'
-            "; set it"
-        )
+        raise ConfigError(f"task.model: set it to the folder or Hub id that model(base) in {module.name}.py loads")
     check_task_config(checked, adapter, INFO)
     return OwnModel(config, adapter, loading.pick_device(device), module)
 
@@ -139,7 +136,7 @@ class OwnModel(AdaptedTask):
         from datasets import Dataset
 
         if not data.exists():
-            raise TaskError(f'task.data: expected a folder or file, found none at "{data}"; correct the path')
+            raise TaskError(f'task.data: there is no folder or file at "{data}"; correct the path')
         arguments = {"base": self.config.task.model} if self.module.needs_base("dataset") else {}
         try:
             with seeded_generators(self.config.run.seed):
@@ -149,9 +146,9 @@ class OwnModel(AdaptedTask):
             raise own_module.explain_error(error, self._file, "dataset()", advice) from error
         if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
             raise TaskError(
-                f"task.module: expected dataset() to return rows with a length and an index, found "
-                f"{type(rows).__name__}; a list, a torch.utils.data.Dataset or a datasets.Dataset has both, an "
-                "iterable or a loader has not"
+                "task.module: dataset() must return rows that support len() and indexing, but returned "
+                f"{type(rows).__name__}; a list, a torch.utils.data.Dataset or a datasets.Dataset supports both, "
+                "an iterable or a loader does not"
             )
         chosen: Sequence[int] = range(len(rows))
         if share is not None:
@@ -174,8 +171,8 @@ class OwnModel(AdaptedTask):
         norms = norm_layers(self._network) if self._averages_norms else []
         if norms and len(rows) % self.config.train.batch_size == 1 % self.config.train.batch_size:
             raise TaskError(
-                "task.module: expected at least two rows in every batch of a model with batch normalization, found "
-                "one (the last of an epoch); choose another train.batch-size, or GroupNorm"
+                "task.module: batch normalization needs at least two rows in every batch, but the last batch of "
+                "an epoch has one; choose another train.batch-size, or use GroupNorm"
             )
         has_buffers = any(tensor.fixed for tensor in self.spec.values())
         return _WithoutGradient(trainer) if has_buffers else trainer
@@ -197,8 +194,8 @@ class OwnModel(AdaptedTask):
                 raise own_module.explain_error(error, self._file, "collate()", "correct it") from error
             first = next((each for each in items if describe_batch(each) != describe_batch(items[0])), items[0])
             raise TaskError(
-                f"task.module: expected rows of one shape without a collate() in {self._file}, found "
-                f"{describe_batch(items[0])} and {describe_batch(first)}; write collate(rows), which pads them"
+                f"task.module: without a collate() in {self._file}, all rows must have the same shape, found "
+                f"{describe_batch(items[0])} and {describe_batch(first)}; write a collate(rows) that pads them"
             ) from error
         return OwnBatch(map_tensors(content, lambda tensor: tensor), len(rows))
 
@@ -229,8 +226,8 @@ class OwnModel(AdaptedTask):
         loss = self._loss(self._network, batch.content)
         if not loss.requires_grad:
             raise TaskError(
-                "task.module: expected a loss that depends on the trained weights, found one without a gradient; leave "
-                "out .detach(), .item() and torch.no_grad()"
+                "task.module: the loss has no gradient, so it does not depend on the trained weights; leave out "
+                ".detach(), .item() and torch.no_grad()"
             )
         return loss * batch.count
 
@@ -251,29 +248,29 @@ class OwnModel(AdaptedTask):
             return
         shown = type(loss).__name__
         if isinstance(loss, Tensor):
-            shown = f"one of shape {tuple(loss.shape)} and {loss.dtype}"
+            shown = f"a tensor of shape {tuple(loss.shape)} and type {loss.dtype}"
         raise TaskError(
-            "task.module: expected loss() to return the mean over the rows as one number (a scalar tensor), found "
+            "task.module: loss() must return the mean over the rows as one number (a scalar tensor), but returned "
             f"{shown}; end it with .mean(), or return output.loss, without .item()"
         )
 
     def _explained(self, error: Exception, content: Any) -> TaskError:
-        """Return the error for an exception in loss(). Exception text may quote a row, so only known text is used."""
+        """Return the error for an exception in loss(). The exception's text may quote a row, so it is not shown."""
         text, shapes = str(error), describe_batch(content)
         if isinstance(error, RuntimeError) and ("same device" in text or "on device" in text):
             return TaskError(
-                f"task.module: expected model and batch on {self.device}, found tensors on several devices; make no "
-                "tensor on a device of your own: use tensors of the batch (torch.zeros_like, device=x.device)"
+                f"task.module: loss() mixes tensors on several devices, but model and batch are on {self.device}; "
+                "create new tensors from those of the batch (torch.zeros_like, device=x.device)"
             )
         if isinstance(error, RuntimeError) and any(word in text for word in ("dtype", "scalar type", "data type")):
             return TaskError(
-                "task.module: expected labels of the type that the loss takes (cross entropy: int64; binary and MSE: "
-                f"float32), found {shapes} ({type(error).__name__}); convert them in dataset()"
+                "task.module: the labels do not have the type that the loss takes (cross entropy: int64; binary "
+                f"and MSE: float32): {shapes} ({type(error).__name__}); convert them in dataset()"
             )
         if isinstance(error, TypeError | KeyError | AttributeError | ValueError):
             return TaskError(
-                f"task.module: expected loss() to take a batch as dataset() and collate() make it, found {shapes} "
-                f"({own_module.describe_error(error, self._file)}); unpack it so in loss()"
+                f"task.module: loss() cannot unpack a batch from dataset() and collate(), which is {shapes} "
+                f"({own_module.describe_error(error, self._file)}); unpack it accordingly"
             )
         return own_module.explain_error(error, self._file, f"loss() on a batch {shapes}", "correct it")
 
@@ -298,7 +295,7 @@ class OwnModel(AdaptedTask):
         Raises TaskError if there are no rows, or for scores that `better` does not name.
         """
         if not examples:
-            raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
+            raise TaskError("examples: there are none to score; correct task.evaluation")
         self.show(weights)
         rows = self.encode(draw_scored(examples, self.config))
         scores = {"loss": self.mean_loss(rows)}
@@ -312,8 +309,8 @@ class OwnModel(AdaptedTask):
             raise own_module.explain_error(error, self._file, "metrics()", "return numbers by name") from error
         if set(found) != set(self.module.better):
             raise TaskError(
-                f"task.module: expected metrics() to return {', '.join(sorted(self.module.better))}, as better says, "
-                f"found {', '.join(sorted(found))}; make the two equal"
+                f"task.module: `better` lists the scores {', '.join(sorted(self.module.better))}, but metrics() "
+                f"returned {', '.join(sorted(found))}; make the two equal"
             )
         return scores | found
 
@@ -324,15 +321,15 @@ class OwnModel(AdaptedTask):
         own = self.module.functions.get("predict")
         if own is None:
             raise TaskError(
-                f"task.module: expected a function predict(model, batch) in {self._file}, found none; write it, or "
-                "leave out attacks on a model's outputs"
+                f"task.module: {self._file} has no function predict(model, batch); add it, or leave out attacks on "
+                "a model's outputs"
             )
         self.show(weights)
         for batch in self._scored_batches(rows):
             logits, wanted = own(self._network, batch.content)
             if logits.ndim != 2 or wanted.shape != (batch.count,) or len(logits) != batch.count:
                 raise TaskError(
-                    "task.module: expected predict() to return logits (rows, classes) and classes (rows,), found "
+                    "task.module: predict() must return logits (rows, classes) and classes (rows,), but returned "
                     f"{describe_batch((logits, wanted))} for {batch.count} rows; correct it"
                 )
             for i in range(batch.count):
@@ -345,15 +342,14 @@ class OwnModel(AdaptedTask):
         self._structure = leaves[0][1]
         if any(len(each) != len(leaves[0][0]) or structure != self._structure for each, structure in leaves):
             raise TaskError(
-                f"task.module: expected every row of {self._file} to have the same tensors, found rows that differ; "
-                "make them equal in collate()"
+                f"task.module: the rows of {self._file} do not all have the same tensors; make them equal in collate()"
             )
         stacked = []
         for column in zip(*(each for each, _ in leaves), strict=True):
             if not all(isinstance(leaf, Tensor) for leaf in column) or len({leaf.shape for leaf in column}) > 1:
                 raise _UnequalRowsError(
-                    "task.module: expected rows of one shape that consist only of tensors, found different shapes or "
-                    "other values; pad the rows to one length in collate()"
+                    "task.module: all rows must have the same shape and consist only of tensors; pad the rows to "
+                    "one length in collate()"
                 )
             stacked.append(torch.stack(column).to(self.device))
         return tuple(stacked)
@@ -381,7 +377,7 @@ class OwnModel(AdaptedTask):
         except _UnequalRowsError:
             pass
         except TaskError as error:
-            if error.__cause__ is None:  # from our own check rather than from the network
+            if error.__cause__ is None:  # raised by our own check, not by the network
                 raise
             reason = type(error.__cause__).__name__
         if not self._said_one_by_one:
@@ -411,18 +407,18 @@ class OwnModel(AdaptedTask):
         return {name: known[id(tensor)] for name, tensor in self.base.trained.items()}
 
     def _require_single_rows(self) -> None:
-        """Raise TaskError unless a row's gradient depends on that row alone, as far as FedVeil and the author know."""
+        """Raise TaskError unless checks and the author's declaration say that a row's gradient depends on it alone."""
         if not self.module.independent_rows:
             raise TaskError(
-                "task.module: expected independent_rows = True under dp.*, by which its author says that dataset() "
-                "makes each row from that row alone (no mean, scale or vocabulary over a site's rows), found none; "
-                "check it, and write it down"
+                "task.module: dp.* requires independent_rows = True in the file, which declares that dataset() "
+                "builds each row from that row alone (no mean, scale or vocabulary over a site's rows); check "
+                "that this is so, and add it"
             )
         if self._averages_norms and (norms := norm_layers(self._network)):
             raise TaskError(
-                "task.module: expected a model without batch normalization under dp.*, where a row's gradient may "
-                f"depend on that row alone, found {norms[0]}; take nn.GroupNorm, or keep it as it is by "
-                'task.buffers = "initial"'
+                "task.module: under dp.*, a row's gradient must not depend on other rows, as it does in the batch "
+                f'normalization {norms[0]}; use nn.GroupNorm, or set task.buffers = "initial", which keeps the '
+                "initial statistics"
             )
 
     @override
@@ -464,8 +460,8 @@ class _WithoutGradient(TrainerWrapper):
     @override
     def gradient(self, weights: Weights) -> TrainingResult:
         raise TaskError(
-            "task.module: expected a model without averaged buffers for a method that sends gradients, found some: a "
-            'buffer has no gradient; take nn.GroupNorm, or keep them as they are by task.buffers = "initial"'
+            "task.module: the method sends gradients, but averaged buffers have none; use nn.GroupNorm, or set "
+            'task.buffers = "initial", which keeps the buffers\' initial values'
         )
 
     def mean_loss(self, weights: Weights, rows: Rows) -> float:

@@ -6,7 +6,7 @@ An example is a prompt with two answers. Its loss (Rafailov et al. 2023) is
 
 where log p sums over an answer's tokens, including the end token, and p0 is the base without the adapter, which every
 site has. p0 is computed once, when the examples are prepared. Texts, chat templates and lengths work as in text
-generation; the two answers in a pair have the same prompt, even if it is truncated. One row is one pair in every count,
+generation; the two answers in a pair have the same prompt, even if it is truncated. All counts treat a row as one pair,
 and under dp.* the gradient of a pair is clipped as a whole.
 """
 
@@ -135,18 +135,18 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     task = config.task
     if task.messages_column:
         raise ConfigError(
-            'task.messages-column: expected none with the task "preference", which reads a prompt and two answers, '
-            f'found "{task.messages_column}"; leave it out'
+            'task.messages-column: the task "preference" reads a prompt and two answers, not conversations; leave '
+            f'"{task.messages_column}" out'
         )
     if task.rejected_column == task.target_column:
         raise ConfigError(
-            f'task.rejected-column: expected another column than task.target-column, found "{task.rejected_column}" '
-            "for both; name the column of the rejected answers"
+            f'task.rejected-column: this is "{task.rejected_column}", the same as task.target-column; name the '
+            "column with the rejected answers"
         )
     if adapter.kind != "lora":
         raise ConfigError(
-            'adapter.kind: expected "lora" with the task "preference", whose loss compares the model with the base '
-            f'without its adapter, found "{adapter.kind}"; choose a method or a method.params with LoRA pairs'
+            'adapter.kind: the task "preference" requires "lora", because its loss compares the model with the '
+            f'base without the adapter; found "{adapter.kind}"; choose a method or method.params with LoRA pairs'
         )
     adapter_task.check_task_config(config, adapter, INFO)
     loading.check_context(config, adapter, INFO.tiny())
@@ -190,13 +190,13 @@ class PreferenceTuning(adapter_task.AdaptedTask):
         self._dropped = len(chosen) - len(left)
         if self._dropped:
             log.warning(
-                'task.empty-texts = "drop": %d of %d rows of the split "%s" are left out, because their prompt or an '
+                'task.empty-texts = "drop": %d of %d rows of the split "%s" are dropped, because their prompt or an '
                 "answer is missing or empty", self._dropped, len(chosen), split,
             )  # fmt: skip
         if not len(left):
             raise TaskError(
-                f"task.data: expected a prompt and two answers in at least one of {len(chosen)} rows of the split "
-                f'"{split}", found none; correct the data, or the columns of the run config'
+                f'task.data: none of the {len(chosen)} rows of the split "{split}" has a prompt and two answers; '
+                "correct the data, or the columns in the run config"
             )
         return left
 
@@ -207,7 +207,10 @@ class PreferenceTuning(adapter_task.AdaptedTask):
     def prepare(
         self, data: Path, split: str, share: DatasetShard | None = None, shelf: Path | None = None
     ) -> PreparedData:
-        """Prepare like `encode`. Nothing is cached, because the references depend on this base in this precision."""
+        """Prepare like `encode`.
+
+        Nothing is cached on disk, because the references depend on this base in this precision.
+        """
         return replace(super().prepare(data, split, share), dropped=self._dropped)
 
     @override
@@ -220,7 +223,7 @@ class PreferenceTuning(adapter_task.AdaptedTask):
         if not triples:
             return []
         pairs = self._of_chosen.encode_pairs(triples)
-        self.put({name: torch.zeros(spec.shape) for name, spec in self.spec.items()})  # W_0 + 0: the base itself
+        self.put({name: torch.zeros(spec.shape) for name, spec in self.spec.items()})  # W_0 + 0 is the base itself
         with torch.no_grad(), limit_threads(self.config):
             references = self._log_ratios(pairs).tolist()
         return [PreferenceExample(*pair, value) for pair, value in zip(pairs, references, strict=True)]
@@ -252,7 +255,7 @@ class PreferenceTuning(adapter_task.AdaptedTask):
         return chosen - rejected
 
     def _log_ratios(self, pairs: Sequence[tuple[TokenExample, TokenExample]]) -> Float[Tensor, " pairs"]:
-        """Return `_log_ratio` for all pairs, on the CPU; the same pairs in the same order give the same bits."""
+        """Return `_log_ratio` for all pairs, on the CPU; equal pairs in equal order give bit-identical results."""
         order = sorted(range(len(pairs)), key=lambda i: max(each.length for each in pairs[i]))
         ratios = torch.zeros(len(pairs))
         for part in self._parts(len(pairs)):
@@ -294,7 +297,7 @@ class PreferenceTuning(adapter_task.AdaptedTask):
             TaskError: there are no examples, the weights do not match the spec, or as in `encode`.
         """
         if not examples:
-            raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
+            raise TaskError("examples: there are none to score; correct task.evaluation")
         rows = self.encode(draw_scored(examples, self.config))
         self.show(weights)
         margins = self._margins(rows)
@@ -321,7 +324,8 @@ class PreferenceTuning(adapter_task.AdaptedTask):
     def sample_loss(self, weights: Mapping[str, Tensor], *sample: Tensor) -> Tensor:
         """Return the loss of one pair. Padding needs no mask, because it follows all targets."""
         ids, wanted, counted, reference = sample
-        everything = torch.ones(ids.shape, dtype=torch.long, device=ids.device)  # outside vmap: transformers reads it
+        # Created outside vmap, because transformers reads its values.
+        everything = torch.ones(ids.shape, dtype=torch.long, device=ids.device)
         given = {"input_ids": ids, "attention_mask": everything, "use_cache": False}
         logits = self._logits_at(weights, given).float()
         losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")

@@ -13,7 +13,7 @@ the whole head.
 | an integer from 0, also as text, unless a class name is an integer | the class with that number | only that label |
 | a list of names or integers | refused | those labels; no label for an empty list |
 | empty text | refused | no label |
-| no value | refused | refused |
+| a missing value | refused | refused |
 
 Loss: the mean cross entropy over texts or, with several labels, the mean binary cross entropy over labels and texts.
 """
@@ -178,7 +178,7 @@ class TextClassification(AdaptedTask):
     def stored_names(self, feature: Any, folder: str) -> tuple[str, ...]:
         """Return the class names in `feature`, the target column's type of `datasets`; () if it has none.
 
-        They are noted for `require_shared_classes` as those of the data in `folder`.
+        They are recorded for `require_shared_classes` as the names of the data in `folder`.
         """
         stored = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
         self._numbering.note(tuple(stored or ()), folder)
@@ -328,14 +328,14 @@ class TextClassification(AdaptedTask):
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
         """Return "loss" and the scores of `class_scores` over evaluate.eval-examples examples; see `draw_scored`.
 
-        Scores that do not exist for these examples are omitted, and the log says so.
+        Scores that are undefined for these examples are omitted, and the log says so.
 
         Raises:
             TaskError: there are no examples, the weights do not match the spec, evaluate.metric is a score that does
                 not exist, or as in `encode`.
         """
         if not examples:
-            raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
+            raise TaskError("examples: there are none to score; correct task.evaluation")
         self.show(weights)
         logits, labels = self._all(self.encode(draw_scored(examples, self.config)))
         return class_scores.score_examples(logits, labels, self.config.evaluate.metric)

@@ -131,13 +131,13 @@ class TextGeneration(causal_lm.CausalTask):
         left = chosen.without(self.lacks_text)
         if dropped := len(chosen) - len(left):
             log.warning(
-                'task.empty-texts = "drop": %d of %d rows of the split "%s" are left out, because their source or '
+                'task.empty-texts = "drop": %d of %d rows of the split "%s" are dropped, because their source or '
                 "target is missing or empty", dropped, len(chosen), split,
             )  # fmt: skip
         if not len(left):
             raise TaskError(
-                f"task.data: expected a source and a target in at least one of {len(chosen)} rows of the split "
-                f'"{split}", found none; correct the data, or set task.source-column and task.target-column'
+                f'task.data: none of the {len(chosen)} rows of the split "{split}" has a source and a target; '
+                "correct the data, or set task.source-column and task.target-column"
             )
         self._dropped = len(chosen) - len(left)
         return left
@@ -154,7 +154,7 @@ class TextGeneration(causal_lm.CausalTask):
     def prepare(
         self, data: Path, split: str, share: DatasetShard | None = None, shelf: Path | None = None
     ) -> PreparedData:
-        """Prepare like `encode`; with a `shelf`, map the examples from the shelf if it has them, else prepare them."""
+        """Prepare like `encode`, or map the examples from the `shelf`, if one is given and has them."""
         files, print_ = split_files.split_files(data, split), self._tokens.fingerprint if shelf else ""
         if self.config.task.empty_texts == "drop":
             shelf = None  # a cached set would not say how many rows were dropped
@@ -164,10 +164,7 @@ class TextGeneration(causal_lm.CausalTask):
             table = self._table(data, split, shelf)
             yield from self._parts_of(self._selected(table, split, share), files)
             if content and tables.digest_files(files) != content:
-                raise TaskError(
-                    f'task.data: expected "{files[0].parent}" to stay unchanged while it is read, found a change; '
-                    "start again"
-                )
+                raise TaskError(f'task.data: "{files[0].parent}" was changed while it was read; start again')
 
         if shelf is None or not content:
             rows = TokenizedDataset(tokenized_dataset.join_parts(parts()))
@@ -196,7 +193,7 @@ class TextGeneration(causal_lm.CausalTask):
             texts = [self.read_texts(example) for example in part]
             return part, texts, self._conversations(texts)
 
-        self._tokens, self._frame  # noqa: B018  # load the base here rather than in a thread
+        self._tokens, self._frame  # noqa: B018  # load the base here, not in a thread
         measured = () if self.config.task.max_tokens else token_limits.spread_indices(len(examples))
         limit = self._limit(self._conversations([self.read_texts(examples[i]) for i in measured]))
         every, forms, unanswered = iter(examples), Counter[str](), 0
@@ -230,8 +227,8 @@ class TextGeneration(causal_lm.CausalTask):
 
         def refusal(expected: str, found: str) -> TaskError:
             return TaskError(
-                f"task.messages-column: expected {expected} in {sanitize(self.config.task.model, 200)}, found {found}; "
-                "use another chat model, or leave such conversations out"
+                f"task.messages-column: expected {expected} in {sanitize(self.config.task.model, 200)}, found "
+                f"{found}; use another chat model, or remove such conversations"
             )
 
         return cache(lambda count, system: conversation_frame(self.base.tokenizer, self._frame, count, system, refusal))
@@ -316,7 +313,8 @@ class TextGeneration(causal_lm.CausalTask):
     def sample_loss(self, weights: Mapping[str, Tensor], *sample: Tensor) -> Tensor:
         """Return the mean loss per counted token of an example. Padding follows all targets, so it needs no mask."""
         ids, wanted, counted = sample
-        everything = torch.ones(1, len(ids), dtype=torch.long, device=ids.device)  # else: a padding search
+        # Without it, transformers searches for padding.
+        everything = torch.ones(1, len(ids), dtype=torch.long, device=ids.device)
         given = {"input_ids": ids[None], "attention_mask": everything, "use_cache": False}
         logits = self._logits_at(weights, given)[0]
         losses = torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="none")
@@ -331,8 +329,8 @@ class TextGeneration(causal_lm.CausalTask):
         """Return the generated text for each prompt, which is a source. Raises ConfigError for images or no prompts."""
         if images or not prompts:
             raise ConfigError(
-                "--prompt: expected at least one and no --image, because this run's model reads only text, found "
-                f"{len(prompts)} prompts and {len(images)} images; give a prompt"
+                "--prompt: this run's model reads only text, so it needs at least one prompt and no --image; "
+                f"found {len(prompts)} prompts and {len(images)} images"
             )
         return self.generate(weights, prompts)
 
@@ -375,11 +373,11 @@ class TextGeneration(causal_lm.CausalTask):
     def _references(self, examples: Examples) -> dict[Source, list[str]]:
         """Return the targets by source, for evaluate.eval-examples sources drawn in the same way as in `draw_scored`.
 
-        A source keeps at most _MOST_TARGETS of its targets, or its share of evaluate.eval-examples if that is larger:
-        if all targets have the same source, such as one instruction, as many examples are scored as otherwise.
+        A source keeps at most _MOST_TARGETS of its targets, or its share of evaluate.eval-examples if that is larger.
+        So even if all targets have the same source, such as one instruction, evaluate.eval-examples targets are scored.
         """
         if not examples:
-            raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
+            raise TaskError("examples: there are none to score; correct task.evaluation")
         grouped: dict[Source, list[str]] = {}
         for example in examples:
             source, target = self.read_texts(example)
@@ -441,7 +439,7 @@ class TextGeneration(causal_lm.CausalTask):
                 f'task.data: column "{column}" of {example.where}: {error}; correct or drop the row'
                 f"{drop if isinstance(error, EmptyTurnError) else ''}"
             ) from None
-        try:  # built here, where the row is known
+        try:  # build the text here, where the row is known
             self._conversation_frame(len(source.earlier) + 1, bool(source.system))
         except TaskError as error:
             raise TaskError(f"{error} ({example.where})") from None
@@ -473,8 +471,8 @@ class TextGeneration(causal_lm.CausalTask):
         if room is not None and (needed := len(empty.ids) + len(frame.end) + 2) > room:
             where, todo = ("", "raise it") if task.max_tokens else (", the base's context", "use another base")
             raise ConfigError(
-                f"task.max-tokens: expected at least {needed}, because the base's chat template takes {needed - 2}, "
-                f"found {room}{where}; {todo}"
+                f"task.max-tokens: the base's chat template takes {needed - 2} tokens, so at least {needed} are "
+                f"needed, found {room}{where}; {todo}"
             )
         return frame
 

@@ -2,10 +2,10 @@
 
 Base: any token classification model in transformers, encoder (BERT) or decoder (Llama). `data.tagged_words` lists the
 formats for words and tags, and `data.entity_tags` lists the tags. A text is encoded as a whole. As in the transformers
-example, the first token of a word carries its tag, and the other tokens of the word have no tag. A word that begins
-inside another word's token has no token of its own: it is not trained on or scored, and the log counts these words.
-Texts are padded on the right and, if too long, truncated at the end (see `token_limits`); words in the removed part are
-not trained on or scored, and the log says how many texts are truncated.
+example, a word's first token carries its tag, and its other tokens have no tag. A word that begins inside another
+word's token has no token of its own: it is not trained on or scored, and the log counts these words. Texts are padded
+on the right and, if too long, truncated at the end (see `token_limits`); words in the removed part are not trained on
+or scored, and the log says how many texts are truncated.
 
 A base without a head gets a head drawn from the run's seed; see `models.sequence_classifier`. LoRA also adds a pair to
 each linear layer in the head, and the exported files contain the whole head.
@@ -80,11 +80,11 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
 
 
 def require_token_offsets(tokenizer: Any, model: str) -> None:
-    """Raise TaskError if the tokenizer of the base `model` does not say where its tokens stand in a text."""
+    """Raise TaskError if the tokenizer of the base `model` does not give the positions of its tokens in a text."""
     if not tokenizer.is_fast:
         raise TaskError(
-            "task.model: expected a tokenizer that says where its tokens stand in a text, found "
-            f'{type(tokenizer).__name__} in "{model}"; add tokenizer.json to its folder, or use another base'
+            f'task.model: the tokenizer {type(tokenizer).__name__} in "{model}" does not give the positions of its '
+            "tokens in a text; add tokenizer.json to its folder, or use another base"
         )
 
 
@@ -174,7 +174,7 @@ class TokenClassification(AdaptedTask):
     def stored_names(self, feature: Any, folder: str) -> tuple[str, ...]:
         """Return the names of tags in `feature`, the target column's type of `datasets`; () if it has none.
 
-        They are noted for `require_shared_classes` as those of the data in `folder`.
+        They are recorded for `require_shared_classes` as the names of the data in `folder`.
         """
         stored = tuple(getattr(getattr(feature, "feature", None), "names", None) or ())
         if stored:
@@ -202,17 +202,18 @@ class TokenClassification(AdaptedTask):
             for example, row, missed in zip(part, *self._tokenize(read, limit), strict=True):
                 if max(row.tags) == NO_TAG:
                     raise TaskError(
-                        f"task.data: expected at least one word that begins a token of the base, and does so within "
-                        f"{limit} tokens (task.max-tokens), found none in {example.where}; correct or drop the row"
+                        f"task.data: no word in {example.where} begins a token of the base within the first "
+                        f"{limit} tokens (task.max-tokens); correct or drop the row"
                     )
                 rows.append(row)
                 lost += missed
             trimmed += sum(each.trimmed for each in read)
         if trimmed:
-            log.warning("task.data: %s spans begin or end with space, which is left out of them", f"{trimmed:,}")
+            log.warning("task.data: %s spans begin or end with whitespace, which is ignored", f"{trimmed:,}")
         if lost:
             log.warning(
-                "task.data: %s words begin no token of the base, and are neither learned nor scored", f"{lost:,}"
+                "task.data: %s words do not begin a token of the base, so they are neither learned nor scored",
+                f"{lost:,}",
             )
         classifier_inputs.report_truncated(
             [row.length for row in rows],
@@ -334,14 +335,14 @@ class TokenClassification(AdaptedTask):
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
         """Return "loss" and the scores of `entity_scores` over evaluate.eval-examples examples; see `draw_scored`.
 
-        Scores that do not exist for these examples are omitted, and the log says so.
+        Scores that are undefined for these examples are omitted, and the log says so.
 
         Raises:
             TaskError: there are no examples, the weights do not match the spec, evaluate.metric is a score that does
                 not exist, or as in `encode`.
         """
         if not examples:
-            raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
+            raise TaskError("examples: there are none to score; correct task.evaluation")
         self.show(weights)
         loss, words = 0.0, 0
         predicted, wanted = list[list[str]](), list[list[str]]()
@@ -379,8 +380,8 @@ def _tag_tokens(words: TaggedWords, offsets: Sequence[tuple[int, int]], spaces: 
 
     Args:
         offsets: the position of each token in the text, as [start, end); empty for tokens that represent no text.
-        spaces: whether each token is only a space. If the tokenizer adds one before a word, its offsets are those of
-            the word's first character, which the next token has, too.
+        spaces: whether each token is only a space. If the tokenizer adds such a token before a word, its offsets are
+            those of the word's first character, which also belongs to the next token.
     """
     tags, at = [NO_TAG] * len(offsets), 0
     for number, (start, end) in enumerate(offsets):

@@ -61,8 +61,10 @@ _OF_TOKENS = {"input_ids", "attention_mask"}
 
 
 def _asks(task: TaskConfig) -> bool:
-    """Return whether each image has a question. The default of task.source-column is for another task and names no
-    question."""
+    """Return whether each image has a question.
+
+    The default of task.source-column is for a different task, and does not name a question.
+    """
     return bool(task.choices_column) or task.source_column != type(task).model_fields["source_column"].default
 
 
@@ -101,8 +103,8 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     """
     if config.task.hint_column and not _asks(config.task):
         raise ConfigError(
-            "task.hint-column: expected none for captions, which read task.image-column and task.target-column, found "
-            f'"{config.task.hint_column}"; leave it out, or name the question\'s column in task.source-column'
+            f'task.hint-column: captions have no hints ("{config.task.hint_column}"); leave this key out, or name '
+            "the question column in task.source-column"
         )
     adapter_task.check_task_config(config, adapter, INFO)
     loading.check_context(config, adapter, INFO.tiny())
@@ -156,7 +158,7 @@ class VisionLanguage(causal_lm.CausalTask):
         """Return a tokenized example for each target of each image, with the image as model inputs.
 
         Raises:
-            TaskError: an image does not decode or a row has no target, with the file and row.
+            TaskError: an image cannot be decoded or a row has no target, with the file and row.
             ConfigError: a prompt leaves no room for an answer.
         """
         asked = [self._asked(example, _reading(examples, i)) for i, example in enumerate(examples)]
@@ -199,7 +201,7 @@ class VisionLanguage(causal_lm.CausalTask):
                 nothing about the answers, or as in `encode`.
         """
         if not examples:
-            raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
+            raise TaskError("examples: there are none to score; correct task.evaluation")
         chosen = [self._asked(example) for example in draw_scored(examples, self.config)]
         self.show(weights)
         rows = self._encoded(chosen)
@@ -223,14 +225,14 @@ class VisionLanguage(causal_lm.CausalTask):
 
         Raises:
             ConfigError: there are no images or several prompts, or no prompt although the run trained on questions.
-            TaskError: an image does not decode.
+            TaskError: an image cannot be decoded.
         """
         asks = _asks(self.config.task)
         if not images or len(prompts) > 1 or (asks and not prompts):
             least = "one --prompt" if asks else "at most one --prompt"
             raise ConfigError(
-                f"--image: expected at least one, and {least}, found {len(images)} and {len(prompts)} prompts; give "
-                "image files"
+                f"--image: expected at least one image and {least}, found {len(images)} images and {len(prompts)} "
+                "prompts"
             )
         self.show(weights)
         prompt = prompts[0] if prompts else CAPTION_PROMPT
@@ -241,14 +243,14 @@ class VisionLanguage(causal_lm.CausalTask):
     def collate(self, rows: Sequence[TokenExample]) -> TokenBatch:
         """Return one batch, on the CPU, with the model inputs for its images."""
         batch = super().collate(rows)
-        # Not in threads: the processor calls a tokenizer, which is not thread-safe.
+        # Threads are not used, because the processor calls a tokenizer, which is not thread-safe.
         inputs = [row.inputs() for row in rows if isinstance(row, ImageTextExample)]
         return replace(batch, inputs={key: torch.cat([each[key] for each in inputs]) for key in inputs[0]})
 
     def _asked(self, example: Example, again: Callable[[], Example] | None = None) -> _Asked:
         """Return the image, prompt and answers of an example.
 
-        `again` reads the example again when its image is needed; without `again`, the example itself is kept.
+        `again` rereads the example when its image is needed; without it, the example itself is kept.
         """
         task, where, values = self.config.task, example.where, example.values
         read = again or (lambda: example)
@@ -299,10 +301,10 @@ class VisionLanguage(causal_lm.CausalTask):
             asked = replace(asked, hint=left if len(left) < len(asked.hint) else "")
             prompt, inputs = self._seen(asked)
         if len(prompt) + 2 > most:
-            todo = "raise it" if self.config.task.max_tokens else "the base has no more; shorten the prompt"
+            todo = "raise it" if self.config.task.max_tokens else "the base does not support more; shorten the prompt"
             raise ConfigError(
-                f"task.max-tokens: expected room for the {len(prompt)} tokens of image and prompt and an answer, found "
-                f"{most} ({asked.where}); {todo}"
+                f"task.max-tokens: image and prompt take {len(prompt)} tokens, which leaves no room for an answer "
+                f"within {most} ({asked.where}); {todo}"
             )
         longest = max(limit, len(prompt) + 2)
         text, hint_cut, taken = self._prompt_text(asked), asked.hint != whole, self._kept(asked, inputs, room)
@@ -362,7 +364,7 @@ class VisionLanguage(causal_lm.CausalTask):
         return ids, inputs
 
     def _kept(self, asked: _Asked, inputs: dict[str, Tensor], room: decoding.DecodeMemoryLimit) -> Callable[[], Inputs]:
-        """Return a function that returns `inputs`: cached if there is room, otherwise computed again."""
+        """Return a function that returns `inputs`, from a cache if there is room, otherwise computed again."""
         if room.holds(sum(value.nbytes for value in inputs.values())):
             return lambda: inputs
         names = list(inputs)

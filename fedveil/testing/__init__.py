@@ -1,8 +1,8 @@
 """Access to FedVeil's internals, for benchmarks and system tests that measure individual parts.
 
-These modules re-export internal functions and classes. They are not covered by any compatibility promise: a name may
-change or disappear in any release. Programs that use FedVeil should use the other modules in the Python reference.
-Nothing else in FedVeil imports this package.
+These modules re-export internal functions and classes. They have no compatibility guarantee: a name may change or
+disappear in any release. Programs that use FedVeil should use the other modules in the Python reference. No other part
+of FedVeil imports this package.
 
 | module | contents |
 |---|---|

@@ -1,4 +1,4 @@
-"""Run the demo's arms in one process, without Flower and without controls, to get its figures over many seeds.
+"""Run the demo's arms in one process, without Flower and without controls, to compute its figures over many seeds.
 
 Not covered by the compatibility promise.
 """
@@ -36,7 +36,7 @@ __all__ = [
     "worst_by_chance",
 ]
 
-# Keys without effect in a run in one process, which also refuses dp.epsilon: no ledger would enforce that bound.
+# Keys that have no effect in an in-process run, and dp.epsilon, which such a run refuses because no ledger enforces it.
 _OF_A_SERVER = ("task.evaluation", "run.capture-messages", "dp.epsilon")
 
 
@@ -46,7 +46,7 @@ def run_demo_arms(arms: Mapping[str, tuple[str, str]], seed: int, changes: Mappi
     Args:
         arms: method and defense by run name.
         seed: the run seed, which determines members, initial weights and random draws.
-        changes: run config settings that override the demo's.
+        changes: run config settings that replace the demo's.
     """
     runs, bases = list[TradeoffRun](), dict[str, SitePlacements]()
     for name, (method, defense) in arms.items():

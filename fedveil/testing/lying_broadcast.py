@@ -1,11 +1,12 @@
-"""A server that sends one site the true broadcast and all others zeros, so that it can predict the others' uploads.
+"""A server that sends the true broadcast to one site and zeros to all others, so that it can predict the others'
+uploads.
 
 Pasquini, Francati, Ateniese: Eluding Secure Aggregation in Federated Learning via Model Inconsistency. 2022.
 
 Starting from zeros, every site trains to the same upload whatever its examples are, as long as they have the classes
-that the server expects. The server subtracts these uploads from the sum, and the upload of one site is left. It gives
-each site the digest of the message that this site receives, because a site refuses any other digest. So two sites with
-different messages mask for different plans, and their masks do not cancel.
+that the server expects. The server subtracts these uploads from the sum, which leaves the upload of the one site. It
+gives each site the digest of the message that this site receives, because a site refuses any other digest. But then
+sites with different messages mask for different plans, and their masks do not cancel.
 
 Not covered by the compatibility promise.
 """
@@ -106,7 +107,7 @@ class _LyingRound:
     def remove_masks(self, trainer_for: TrainerFor) -> tuple[Integers, UploadAttachment]:
         """Return the sum of the masked vectors: unmasked if the sites open it, otherwise still masked.
 
-        The second value is one of the sites' attachments; it does not matter which.
+        The second value is the attachment of any one of the sites.
         """
         uploads: dict[str, UploadAttachment] = {}
         total: Any = 0
@@ -127,7 +128,7 @@ class _LyingRound:
     def _open(self, plan: AttemptPlan, uploads: Mapping[str, UploadAttachment], total: Integers) -> Integers:
         """Ask every site to open the sum of all sites under a plan. Raises QuorumError if too few shares arrive."""
         attempt = UnmaskingAttempt.from_pending(plan, "", uploads, total)
-        attempt.in_sum = tuple(self.sites)  # the lying server does not check what it has
+        attempt.in_sum = tuple(self.sites)  # the lying server does not check the uploads that it has
         for site, asked in attempt.open_requests().items():
             with contextlib.suppress(PolicyError, WireError):
                 attempt.take_opening(site, self._sums.sites[site].open(asked))

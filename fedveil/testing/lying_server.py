@@ -1,11 +1,11 @@
-"""Real sites with their stores, and a server that may ask them anything and combines what it learns.
+"""Real sites with their stores, and a server that may send them any request and combines what it learns.
 
 The server's knowledge is computed from real answers. A masked vector is y_i = x_i + own mask + pair masks, and a mask
 is unknown until its secret, or t shares of that secret, are known. A plan for the whole cohort has no shares and no own
 masks. What remains is a system of linear equations; `ComputableSums` are the combinations of masked vectors that
 contain no unknown mask.
 
-This is the attacker in tests and benchmarks of secure aggregation (fedveil/federation/secagg).
+Tests and benchmarks of secure aggregation (fedveil/federation/secagg) use it as the attacker.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def site_names(count: int) -> list[str]:
 
 @contextlib.contextmanager
 def remembered_signatures() -> Iterator[None]:
-    """Verify each signature once and cache the result, as a search repeats the same requests thousands of times."""
+    """Verify each signature once and cache the result, because a search repeats requests thousands of times."""
     known: dict[tuple[bytes, bytes, bytes], bool] = {}
     verify = crypto.is_signed
 
@@ -87,7 +87,7 @@ def terms_of(plan: AttemptPlan, roster: str = "", **changes: Any) -> RoundTerms:
 
 @dataclass(frozen=True)
 class ObservedUpload:
-    """A masked vector that the server received, and the true vector, which only the tests know."""
+    """A masked vector that the server received, with the true vector, which only the tests know."""
 
     site: str
     plan: AttemptPlan
@@ -113,7 +113,7 @@ class LyingServer:
         sites: the real sites, including colluders.
         uploads: the uploads of honest sites.
         numbered: the uploads in all games, by number.
-        shares: all shares that were opened or that colluders hold, by the secret they belong to and their holder.
+        shares: all shares that were revealed or that colluders hold, by the secret they belong to and their holder.
         asked: number of requests, by kind and whether they were answered.
     """
 
@@ -155,7 +155,7 @@ class LyingServer:
         if site in self.colluders:
             state = self.sites[site].store.load()
             if state is None or state.next is None:
-                raise StateError(f"{site}: expected the prekey that it just announced in its state, found none")
+                raise StateError(f"{site}: its state lacks the prekey that it has just announced")
             self._private[prekey.key] = bytes.fromhex(state.next.private)
         return prekey
 
@@ -209,7 +209,7 @@ class LyingServer:
         agreed: dict[str, str] | None = None,
         rows: dict[str, str] | None = None,
     ) -> OpenResponse | None:
-        """Ask a site for its shares; None if it refuses. By default, the certificate is the best the server has."""
+        """Ask a site for its shares; None if it refuses. The default is the best certificate that the server has."""
         in_sum = tuple(sorted(in_sum))
         request = OpenRequest(
             plan=plan,
@@ -230,7 +230,7 @@ class LyingServer:
         return answer
 
     def certificate(self, plan: AttemptPlan, in_sum: Collection[str]) -> dict[str, str]:
-        """Return the signatures of a list: those that honest sites gave, and those that colluders create."""
+        """Return the signatures of a list: those given by honest sites, and those that the colluders create."""
         listed = list_digest(plan.digest, in_sum)
         text = agreed_text(plan, listed)
         own = {
@@ -278,7 +278,7 @@ class LyingServer:
         return found
 
     def _share_of(self, holder: str, dealer: str, other: str, plan: AttemptPlan, share: bytes) -> ShareKey | None:
-        """Find the secret that a share belongs to: most likely the one requested, but any plan and partner will do."""
+        """Find the secret that a share belongs to: usually the requested one, but every plan and partner is tried."""
         of_dealer = [upload for upload in self.numbered if upload.site == dealer]
         for upload in sorted(of_dealer, key=lambda upload: upload.plan.digest != plan.digest):
             digests = upload.attached.shares.get(holder)
@@ -292,7 +292,7 @@ class LyingServer:
         return None
 
     def secret(self, upload: ObservedUpload, other: str) -> bytes | None:
-        """Return the secret of the upload's own mask (if `other` is "") or of a pair, if t of its shares are known."""
+        """Return the secret of an upload's own mask (if `other` is "") or of a pair, if t of its shares are known."""
         plan = upload.plan
         if plan.is_whole:  # the secret is not shared
             return None
@@ -353,14 +353,14 @@ class LyingServer:
             if not upload.plan.is_whole:
                 own = self.secret(upload, "")
                 if own is None or derivations.own_secret_digest(own, p, upload.site) != upload.attached.own:
-                    raise StateError(
-                        f"{upload.site}: expected the secret of its own mask from its shares, found another"
-                    )
+                    raise StateError(f"{upload.site}: its shares give a secret other than that of its own mask")
                 masks.append(derivations.own_mask(own, p, upload.site))
             for other in upload.plan.partners(upload.site):
                 if (secret := self.pair_secret(upload, other)) is not None:
                     if derivations.pair_secret_digest(secret, p, upload.site, other) != upload.attached.pairs[other]:
-                        raise StateError(f"{upload.site}, {other}: expected the secret of their mask, found another")
+                        raise StateError(
+                            f"{upload.site}, {other}: the shares give a secret other than that of their mask"
+                        )
                     masks.append(derivations.pairwise_mask(secret, p, upload.site, other))
             mask_streams.add_masks(vector, [replace(mask, sign=-mask.sign) for mask in masks])
             total += vector * np.uint32(factor % (1 << 32))
@@ -378,9 +378,9 @@ def true_vector(site: str, plan: AttemptPlan) -> NDArray[np.uint32]:
 def _null_space(signs: Mapping[int, Mapping[tuple[str, str, str], int]]) -> list[dict[int, int]]:
     """Return a basis of the combinations of uploads in which each unknown pair mask cancels.
 
-    Uploads with a mask that no other upload has are removed first. The rest falls into parts that share no masks. If
-    every mask in a part is in exactly two uploads, with opposite signs, the part is a connected graph, and its masks
-    cancel only if all factors are equal.
+    Uploads with a mask that no other upload has are removed first. The remaining uploads form parts that share no
+    masks. If every mask in a part is in exactly two uploads, with opposite signs, the part is a connected graph, and
+    its masks cancel only if all factors are equal.
     """
     left = {upload: dict(masks) for upload, masks in signs.items()}
     while True:
@@ -481,7 +481,7 @@ class ComputableSums:
         return best[0], {u: value for u, value in total.items() if value}
 
     def attack(self, exempt: Collection[str] = ()) -> int:
-        """Compute the lightest combination for real, and return the number of honest vectors in it.
+        """Compute the values of the lightest combination, and return the number of honest vectors in it.
 
         0 if the server learns nothing.
         """
@@ -493,7 +493,7 @@ class ComputableSums:
         for u, factor in combination.items():
             expected += self.server.numbered[u].true * np.uint32(factor % (1 << 32))
         if not np.array_equal(self.server.unmasked(combination), expected):
-            raise StateError("sums: expected the same combination of the true vectors, found a different value")
+            raise StateError("sums: the combination differs from the same combination of the true vectors")
         return weight
 
 

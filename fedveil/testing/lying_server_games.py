@@ -20,10 +20,10 @@ class LyingServerGame(LyingServer):
     """A lying server that plays one game after another with the same sites.
 
     A site's answer depends only on its state and the request. So the real object gets each request only once in each of
-    its states; its answer and its state afterwards are reused in all later games.
+    its states. Its answer and its next state are reused in all later games.
 
     Attributes:
-        set_back: sites whose state the adversary rolls back before each request, to any state that they ever had.
+        set_back: sites whose state the adversary rolls back before each request, to any earlier state.
         plans: all plans in this game.
         games: number of games played.
     """
@@ -38,13 +38,13 @@ class LyingServerGame(LyingServer):
         self._first = {name: self._state_of(name) for name in self.names}
         self._answers: dict[tuple[object, ...], tuple[SiteSecAggState, Any, dict[ShareKey, bytes]]] = {}
         self._plans: dict[str, AttemptPlan] = {}
-        self._kept: list[object] = []  # keeps objects alive so that no id() is reused
+        self._kept: list[object] = []  # keeps objects alive, so that no id() is reused
         self._digests: dict[tuple[str, SiteList], str] = {}
         self._attacks: dict[tuple[object, ...], int] = {}
         self.start_over()
 
     def start_over(self) -> None:
-        """Begin a new game: reset the sites, and let the server forget everything it learned."""
+        """Begin a new game: reset the sites and everything that the server learned."""
         self.games += 1
         self.uploads, self.shares, self.plans = [], {}, []
         self.signatures = defaultdict(dict)
@@ -56,7 +56,7 @@ class LyingServerGame(LyingServer):
     def plan(
         self, round_: int = 0, attempt: int = 0, cohort: Collection[str] | None = None, **changes: Any
     ) -> AttemptPlan:
-        """Return the same object for the same plan, so that answers from earlier games are reused."""
+        """Return the same object for equal plans, so that answers from earlier games are reused."""
         plan = super().plan(round_, attempt, cohort, **changes)
         return self._plans.setdefault(plan.digest + plan.broadcast, plan)
 
@@ -111,7 +111,7 @@ class LyingServerGame(LyingServer):
 
     def _state_of(self, site: str) -> SiteSecAggState:
         if (state := self.sites[site].store.load()) is None:
-            raise StateError(f"{site}: expected the state of a site that has created a prekey, found none")
+            raise StateError(f"{site}: its state has no prekey")
         return state
 
     def _list_digest(self, plan: AttemptPlan, in_sum: SiteList) -> str:

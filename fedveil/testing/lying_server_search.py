@@ -1,9 +1,9 @@
-"""Random games between a lying server and real sites, with all rules in force, and with each rule removed in turn.
+"""Random games between a lying server and real sites: with all rules in force, and with each rule removed in turn.
 
 The claim, for plans with q signatures that withstand c colluding sites: no combination of vectors from one plan covers
 fewer than max(q, least) - c honest sites, and none from all plans in a round covers fewer than q - c. For whole-cohort
-plans, m replaces q and least. `search_for_violation` plays until it finds a lighter combination; `RULE_REMOVALS` lists
-the rules without which it finds one.
+plans, m replaces q and least. `search_for_violation` plays until it finds a lighter combination. `RULE_REMOVALS` lists
+the rules whose removal lets it find one.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class LyingServerScenario:
         unlisted: whether the colluders are missing from the roster.
         is_poisoned: whether all honest sites but one get a different message under an otherwise identical plan.
         is_split: whether lists are as small as possible and chosen for each site separately.
-        absent, follows: the fractions of sites that are asked nothing, and that are asked for the same list.
+        absent, follows: the fraction of sites that get no request, and the fraction that are asked for the same list.
         is_cut: whether the sites in two windows of the circle are silent and all others sign a list without them.
     """
 
@@ -177,7 +177,7 @@ def random_plan(
 
 
 def play_random(scenario: LyingServerScenario, game: LyingServerGame, rng: random.Random) -> None:
-    """Play one game with random plans, lists and orders; at the end, every site is asked everything that is left."""
+    """Play one game with random plans, lists and orders. At the end, every site gets all remaining requests."""
     game.start_over()
     by_plan: dict[str, list[SiteList]] = {}
     for attempt in scenario.attempts:
@@ -231,7 +231,7 @@ def _save_after_answer(site: SecAggSite, state: SiteSecAggState, plan: AttemptPl
 def _live_of_any_plan(site: SecAggSite, state: SiteSecAggState, plan: AttemptPlan) -> LivePlan:
     if state.live is None:
         raise PolicyError("expected a plan")
-    keys = dict.fromkeys(plan.cohort, "0" * 64)  # dummy keys for rows that it does not hold; they decrypt nothing
+    keys = dict.fromkeys(plan.cohort, "0" * 64)  # dummy keys for rows that the site does not hold; they decrypt nothing
     return state.live.model_copy(update={"rows": keys | state.live.rows})
 
 
@@ -267,7 +267,7 @@ def _digest_without_broadcast(plan: AttemptPlan) -> str:
     return hashlib.sha256(plan.model_copy(update={"broadcast": TRUE_BROADCAST}).to_bytes()).hexdigest()
 
 
-_require_certificate = plan_checks.require_certificate  # the original, for use while it is patched
+_require_certificate = plan_checks.require_certificate  # the original function, for use while it is patched
 
 
 def _short_way_for_any_threshold(
@@ -278,7 +278,7 @@ def _short_way_for_any_threshold(
 
 @dataclass(frozen=True)
 class RuleRemoval:
-    """A rule's removal: the patches that remove it, and a scenario in which the claim is then violated."""
+    """The patches that remove a rule, and a scenario in which the claim is then violated."""
 
     patches: tuple[tuple[object, str, object], ...]
     scenario: LyingServerScenario
@@ -294,7 +294,7 @@ class RuleRemoval:
 
 AGAIN: tuple[dict[str, Any], ...] = ({}, {"attempt": 1})
 RING = {"neighbours": 4, "threshold": 2, "quorum": 7}
-WHOLE: dict[str, Any] = {"quorum": 0, "threshold": 0, "least": 3}  # only the whole cohort's sum opens
+WHOLE: dict[str, Any] = {"quorum": 0, "threshold": 0, "least": 3}  # only the whole cohort's sum can be revealed
 WHOLE_AGAIN: tuple[dict[str, Any], ...] = (WHOLE, {"attempt": 1, **WHOLE})
 RULE_REMOVALS = {
     "one list a plan": RuleRemoval(((SecAggSite, "_save_agreed", _forget_list),), LyingServerScenario(4, 1)),
@@ -343,7 +343,7 @@ RULE_REMOVALS = {
 }  # fmt: skip
 
 
-# Without one of these rules, another rule still refuses the same requests.
+# If one of these rules is removed, another rule still refuses the same requests.
 REDUNDANT_RULES = {
     "only plans that it masked for": RuleRemoval(
         ((SecAggSite, "_live", _live_of_any_plan),), LyingServerScenario(5, 1, AGAIN, cohorts=4),

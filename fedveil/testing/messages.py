@@ -1,4 +1,4 @@
-"""The bytes of a message: its slices, its header, and the codes of quantized values.
+"""The bytes of a message: its slices, its header, and its codes of quantized values.
 
 Not covered by the compatibility promise.
 """

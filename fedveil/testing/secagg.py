@@ -1,4 +1,4 @@
-"""Both halves of secure aggregation: masks, the ring, and unmasking at the server.
+"""The client and server sides of secure aggregation: masks, the ring, and unmasking at the server.
 
 Not covered by the compatibility promise.
 """

@@ -1,6 +1,6 @@
 """The server's side of a round without a network: its strategy, its folder, and its upload checks.
 
-The strategy takes any object with Flower's Grid interface, so a program can answer in place of the sites.
+The strategy accepts any object with Flower's Grid interface, so a program can answer in place of the sites.
 
 Not covered by the compatibility promise.
 """

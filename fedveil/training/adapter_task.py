@@ -49,46 +49,41 @@ def check_task_config(config: RunConfig, adapter: Adapter, info: TaskInfo) -> No
     """
     if adapter.mount not in info.mounts:
         raise ConfigError(
-            f"adapter.kind: expected {' or '.join(_OFFERED[mount] for mount in info.mounts)} for the task "
-            f'"{config.task.name}", found "{adapter.kind}"; set the adapter in method.params, or choose a method with '
-            "such an adapter"
+            f'adapter.kind: the task "{config.task.name}" supports '
+            f'{" or ".join(_OFFERED[mount] for mount in info.mounts)}, found "{adapter.kind}"; set the adapter in '
+            "method.params, or choose a method with such an adapter"
         )
     adapter.check(config.train)
     if config.train.quantized_base != "none" and adapter.trains_base:
         raise ConfigError(
-            f'train.quantized-base: expected "none" with an adapter of kind "{adapter.kind}", which trains the base, '
-            f'found "{config.train.quantized_base}"; use an adapter of kind "lora"'
+            f'train.quantized-base: an adapter of kind "{adapter.kind}" trains the base, which therefore cannot be '
+            f'"{config.train.quantized_base}"; use an adapter of kind "lora"'
         )
     given = config.train.model_dump(by_alias=True)
     for key, default in _OF_SOME.items():
         if key not in info.train_keys and given[key] != default:
             raise ConfigError(
-                f'train.{key}: expected {default!r} with the task "{config.task.name}", found {given[key]!r}; '
+                f'train.{key}: the task "{config.task.name}" supports only {default!r}, found {given[key]!r}; '
                 "leave it out"
             )
     if config.task.chat_template and not info.chats:
-        raise ConfigError(
-            f'task.chat-template: expected false with the task "{config.task.name}", found true; leave it out'
-        )
+        raise ConfigError(f'task.chat-template: the task "{config.task.name}" does not support it; leave it out')
     if config.task.empty_texts != "refuse" and not info.drops:
         raise ConfigError(
-            f'task.empty-texts: expected "refuse" with the task "{config.task.name}", found '
-            f'"{config.task.empty_texts}"; leave it out'
+            f'task.empty-texts: the task "{config.task.name}" does not support "{config.task.empty_texts}"; leave '
+            "it out"
         )
     if config.task.multi_label and not info.labels:
-        raise ConfigError(
-            f'task.multi-label: expected false with the task "{config.task.name}", found true; leave it out'
-        )
+        raise ConfigError(f'task.multi-label: the task "{config.task.name}" does not support it; leave it out')
     if config.task.tag_scheme != "iob2" and not info.tags:
         raise ConfigError(
-            f'task.tag-scheme: expected "iob2" with the task "{config.task.name}", found "{config.task.tag_scheme}"; '
-            "leave it out"
+            f'task.tag-scheme: the task "{config.task.name}" does not support "{config.task.tag_scheme}"; leave it out'
         )
     _check_columns(config.task, info)
     if config.task.image_window and config.task.image_column not in info.columns(config.task):
         raise ConfigError(
-            f'task.image-window: expected none with the task "{config.task.name}", which reads no images, found '
-            f'"{config.task.image_window}"; leave it out'
+            f'task.image-window: the task "{config.task.name}" reads no images, so "{config.task.image_window}" '
+            "has no effect; leave it out"
         )
     _check_source(config.task, info)
     training_modes.check_compile(config)
@@ -98,15 +93,16 @@ def check_task_config(config: RunConfig, adapter: Adapter, info: TaskInfo) -> No
 
 
 def _check_columns(task: TaskConfig, info: TaskInfo) -> None:
-    """Raise ConfigError for a column that only other tasks read."""
+    """Raise ConfigError for a column key that only other tasks read."""
     fields, columns = type(task).model_fields, info.columns(task)
-    # Not image-column: a site's node config may name it for all runs, and apply_site_columns then sets it in each.
+    # image-column is exempt: a site's node config may name it for all runs, and apply_site_columns then sets it in each
+    # run.
     for name in ("choices_column", "hint_column", "rejected_column"):
         value, default = getattr(task, name), fields[name].default
         if value != default and value not in columns:
             raise ConfigError(
-                f'task.{config_key(name)}: expected "{default}" with the task "{task.name}", which reads no such '
-                f'column, found "{value}"; leave it out'
+                f'task.{config_key(name)}: the task "{task.name}" reads no such column, so only "{default}" is '
+                f'allowed, found "{value}"; leave it out'
             )
 
 
@@ -117,11 +113,10 @@ def _check_source(task: TaskConfig, info: TaskInfo) -> None:
     if not task.source_template:
         return
     if not info.templates:
-        raise ConfigError(f'task.source-template: expected none with the task "{task.name}", found one; leave it out')
+        raise ConfigError(f'task.source-template: the task "{task.name}" does not support it; leave it out')
     if task.source_column != type(task).model_fields["source_column"].default:
         raise ConfigError(
-            f'task.source-column: expected none with task.source-template, found "{task.source_column}"; leave one '
-            "of them out"
+            f'task.source-column: "{task.source_column}" has no effect with task.source-template; leave one of them out'
         )
 
 
@@ -129,20 +124,18 @@ def _check_messages(task: TaskConfig, info: TaskInfo) -> None:
     """Raise ConfigError for a conversations column without a chat template, or with a column that it replaces."""
     if not info.chats:
         raise ConfigError(
-            f'task.messages-column: expected none with the task "{task.name}", found "{task.messages_column}"; leave '
-            "it out"
+            f'task.messages-column: the task "{task.name}" does not support "{task.messages_column}"; leave it out'
         )
     fields = type(task).model_fields
     for name in ("source_template", "source_column", "target_column"):
         if (value := getattr(task, name)) != fields[name].default:
             raise ConfigError(
-                f'task.{config_key(name)}: expected none with task.messages-column, found "{value}"; leave one of '
-                "them out"
+                f'task.{config_key(name)}: "{value}" has no effect with task.messages-column; leave one of them out'
             )
     if not task.chat_template:
         raise ConfigError(
-            "task.chat-template: expected true with task.messages-column, because the base's chat template determines "
-            "how the turns of a conversation are joined, found false; set it to true"
+            "task.chat-template: task.messages-column requires true, because the base's chat template determines "
+            "how the turns of a conversation are joined; set it to true"
         )
 
 
@@ -182,7 +175,7 @@ class AdaptedTask(Task):
         return self._load()
 
     def _unchanged(self) -> LoadedModel:
-        """Return the base as it is on disk.
+        """Return the base with the weights that are on disk.
 
         If the adapter trains the base, and other weights have been loaded since, the base is read from disk again:
         keeping a copy of all weights in every site's memory would cost more.
@@ -222,13 +215,13 @@ class AdaptedTask(Task):
                 base |= self.adapter.read(loaded_model.model, rng)
         drawn = self.adapter.draw({name: spec.shape for name, spec in self.spec.items()}, rng, base)
         if self.config.dp.is_noisy and isinstance(self, per_example.PerExampleLoss) and (rows := self._probe_rows()):
-            with limit_threads(self.config):  # so that an error appears before the first round rather than in it
+            with limit_threads(self.config):  # so that an error appears before the first round, not during it
                 per_example.per_example_gradients(self, self.spec, rows, drawn)
         self.release()
         return drawn
 
     def _probe_rows(self) -> Rows:
-        """Return rows for testing whether the model supports per-example gradients; none if it certainly does."""
+        """Return rows to test whether the model supports per-example gradients; no rows if it certainly does."""
         return ()
 
     @override
@@ -292,7 +285,8 @@ class AdaptedTask(Task):
 
     def taken(self, weights: Weights) -> Weights:
         """Return the trained values, owned by the caller, on the device of `weights`, which are already loaded."""
-        # This also applies to weights that are already on a GPU, which has no second copy of the model either.
+        # This also applies to weights that are already on a GPU, which has no room for a second copy of the model
+        # either.
         is_own = self.adapter.trains_base and not self.config.train.compile
         if is_own and next(iter(weights.values())).device == next(iter(self.trained.values())).device:
             return self.base.take()
@@ -306,7 +300,7 @@ class AdaptedTask(Task):
 
     @property
     def _can_release(self) -> bool:
-        """Return whether the model's own tensors are trained, so that it pays to avoid a full copy in memory.
+        """Return whether the model's own tensors are trained, which makes it worthwhile to avoid a full copy in memory.
 
         A compiled model keeps the tensors it was compiled with.
         """

@@ -36,7 +36,7 @@ class CausalTask(AdaptedTask):
     @property
     @abstractmethod
     def _frame(self) -> PromptFrame:
-        """Return the template text around a prompt and its answer."""
+        """Return the template's text around a prompt and its answer."""
 
     @cached_property
     def _tokens(self) -> TextTokenizer:

@@ -2,8 +2,8 @@
 
 | score | single-label | multi-label |
 |---|---|---|
-| accuracy | share of examples whose true class has the largest logit | share of examples with all labels right (subset
-  accuracy); a label is predicted if its logit is above 0 |
+| accuracy | share of examples whose true class has the largest logit | share of examples with all labels correct
+  (subset accuracy); a label is predicted if its logit is above 0 |
 | macro_f1 | mean of 2 tp / (2 tp + fp + fn) over classes; classes that are neither in the data nor predicted are
   omitted | the same, over labels |
 | auroc | for two classes, the AUROC of class 1; for more, the one-versus-rest mean | the mean over labels |
@@ -72,8 +72,8 @@ def score_examples(logits: Float[Tensor, "rows classes"], labels: Tensor, metric
     scores |= score_single_class(logits, labels) if is_single else score_labels(logits, labels.bool())
     if lacking := [name for name in SCORES if name not in scores]:
         reason = (
-            f"{' and '.join(lacking)} of {len(labels)} scored examples: expected an example in and one outside "
-            f"each of the {logits.shape[1]} classes, found a class without"
+            f"{' and '.join(lacking)} of {len(labels)} scored examples: each of the {logits.shape[1]} classes "
+            "needs an example in it and one outside it, which some class lacks"
         )
         if metric in lacking:
             raise TaskError(f"evaluate.metric: {reason}; raise evaluate.eval-examples, add examples, or change it")

@@ -24,7 +24,7 @@ def report_truncated(kept: Sequence[int], whole: Sequence[int], given: int, cont
 
     Args:
         kept: the number of tokens of each text.
-        whole: the same before truncation.
+        whole: the number of tokens of each text before truncation.
         given: task.max-tokens.
         context: the maximum number of tokens that the base `model` reads; None if it sets no limit.
 
@@ -74,6 +74,6 @@ def require_whole_attention(base: LoadedModel, name: str) -> None:
     layers = getattr(base.model.config, "layer_types", None) or ()
     if not base.is_causal and len(set(layers)) > 1:
         raise TaskError(
-            "task.model: expected an encoder in which each layer reads all tokens, for per-example gradients, found "
-            f'layers of {" and ".join(sorted(set(layers)))} in "{name}"; use another base, or train without dp.*'
+            "task.model: per-example gradients require an encoder in which each layer reads all tokens, but "
+            f'"{name}" has layers of {" and ".join(sorted(set(layers)))}; use another base, or train without dp.*'
         )

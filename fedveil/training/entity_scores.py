@@ -59,7 +59,7 @@ def score_sentences(
     found, true = ([entities_of(tags) for tags in each] for each in (predicted, wanted))
     count, of_data = sum(map(len, found)), sum(map(len, true))
     if not of_data:
-        reason = f"of {len(wanted)} scored examples: expected at least one entity in their tags, found none"
+        reason = f"of {len(wanted)} scored examples: their tags contain no entity"
         if metric in SCORES and metric not in scores:
             raise TaskError(
                 f"evaluate.metric: {metric} {reason}; raise evaluate.eval-examples, add examples, or change it"

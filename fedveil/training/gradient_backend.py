@@ -1,4 +1,5 @@
-"""Backends that compute a training step's gradients: in this process alone, or together with others (`ranks`)."""
+"""Backends that compute a training step's gradients, in this process alone or together with other processes
+(`ranks`)."""
 
 from __future__ import annotations
 
@@ -126,7 +127,7 @@ class LocalBackend(GradientBackend):
 
 
 def add_gradient(task: TrainableTask, batch: ExampleBatch, terms: float) -> Tensor:
-    """Accumulate the gradient of a batch's summed loss divided by `terms`; return this quotient, on the device."""
+    """Accumulate the gradient of a batch's summed loss divided by `terms`; return that quotient, on the device."""
     loss = task.loss_sum(batch) / terms
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()

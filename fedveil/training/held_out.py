@@ -7,7 +7,8 @@ prompt. A method that trains twice in a client round reports the same score twic
 |---|---|
 | the site may report a score | loss_held_out, rows_held_out |
 | the site may not or cannot report a score | held_out_refused |
-| the round takes per-example gradient steps | nothing: they imply a privacy guarantee, which forbids such scores |
+| the round takes per-example gradient steps | nothing: such steps imply a privacy guarantee, which forbids these
+  scores |
 
 `ReceivedLossFilter` keeps `loss_received`, which a trainer measures on the site's training examples, at the site.
 """
@@ -98,7 +99,7 @@ class ReceivedLossFilter(TrainerWrapper):
 
     Args:
         trainer: the wrapped trainer, which reports the held-out loss if there are held-out examples.
-        tells: whether to report the held-out loss as `loss_received`; without a held-out loss, it is never reported.
+        tells: whether to report the held-out loss as `loss_received`, which is never reported without a held-out loss.
     """
 
     def __init__(self, trainer: Trainer, tells: bool) -> None:
@@ -115,7 +116,8 @@ class ReceivedLossFilter(TrainerWrapper):
 
     def _filtered(self, trained: TrainingResult) -> TrainingResult:
         report = {name: value for name, value in trained.report.items() if name != RECEIVED_LOSS}
-        if not report.get("steps"):  # then loss_trained is the loss at the received weights under another name
+        # Without steps, loss_trained is the loss at the received weights under a different name.
+        if not report.get("steps"):
             report.pop("loss_trained", None)
         if self._tells and held_out_report.LOSS in report:
             report[RECEIVED_LOSS] = report[held_out_report.LOSS]

@@ -28,7 +28,9 @@ from fedveil.training.threads import limit_threads
 
 @final
 class LocalTraining:
-    """One client's training: a new AdamW for each call, each example once per epoch, learning rates set by `round_`.
+    """One client's training.
+
+    Each call has a new AdamW, each example once per epoch, and the learning rates of `round_`.
 
     A step takes train.gradient-accumulation-steps batches of train.batch-size examples. Its loss is the mean over the
     target tokens of all its batches, so the gradient is the same as for a single batch with all of these examples.
@@ -46,7 +48,7 @@ class LocalTraining:
         by: GradientBackend | None = None,
     ) -> None:
         if not rows:
-            raise TaskError("task.data: expected at least one example to train on, found none; add examples")
+            raise TaskError("task.data: there are no examples to train on; add some")
         self._task = task
         self._by = by or LocalBackend(task)
         self._rows = rows
@@ -68,11 +70,13 @@ class LocalTraining:
 
     @property
     def rows(self) -> LocalGradientSource:
-        """Return the per-example gradients of the same examples."""
+        """Return the per-example gradients of this client's examples."""
         return LocalGradientSource(self._task, self._rows, self._by.gradients)
 
     def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
-        """Train from `weights`, which do not change. Entries that no step moves, or that are `frozen`, stay exact.
+        """Train from `weights`, which do not change.
+
+        Entries that no step moves, or that are `frozen`, stay bit-identical.
 
         The report has loss_received (of `weights`, on the site's first train.received-loss-examples examples; omitted
         if that is 0), loss_trained (the mean over the steps; without steps, loss_received or omitted), steps, tokens
@@ -168,7 +172,7 @@ class LocalTraining:
                 progress.add(loss, sum(batch.tokens for batch in step))
         progress.read()
         if progress.losses and not _are_finite(parameters):
-            raise progress.diverged("weight, found NaN or infinity in the result")
+            raise progress.diverged("weight, but NaN or infinity")
         return progress.losses, progress.tokens
 
     def _collated(self, rows: Rows) -> list[ExampleBatch]:
@@ -184,7 +188,7 @@ class LocalTraining:
         return min(steps, train.max_steps) if train.max_steps else steps
 
     def _batches(self) -> Iterator[Rows]:
-        """Yield each step's examples, in a new order for every epoch; at most train.max-steps steps if that is set."""
+        """Yield each step's examples, in a new order in every epoch, for at most train.max-steps steps if set."""
         train = self._task.config.train
         generator = self._rng.torch_generator()
         size = train.batch_size * train.gradient_accumulation_steps
@@ -210,7 +214,7 @@ class _Held:
 
     def __init__(self, trained: Mapping[str, Tensor], frozen: Weights) -> None:
         if unknown := sorted(set(frozen) - set(trained)):
-            raise TaskError(f"frozen: expected tensors of the spec, found {unknown[0]}; use one adapter on both sides")
+            raise TaskError(f"frozen: {unknown[0]} is not a tensor of the spec; use the same adapter on both sides")
         masks = [(p, frozen[name].to(p.device)) for name, p in trained.items() if name in frozen]
         whole = [bool(mask.all()) for _, mask in masks]
         self._whole = [p for (p, _), all_of_it in zip(masks, whole, strict=True) if all_of_it]

@@ -25,7 +25,7 @@ class LossLog:
         planned: the planned number of training steps.
         learning_rate: the value of train.learning-rate, for messages.
         watch: receives the last loss at each read.
-        rows_of: returns the indices of a started step's examples, given the step number; both count from 0.
+        rows_of: takes the number of a step that has begun, and returns the indices of its examples; both count from 0.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LossLog:
         for loss in torch.stack(self._unread).tolist():
             self.losses.append(loss)
             if not math.isfinite(loss):
-                raise self.diverged(f"loss, found {loss}")
+                raise self.diverged(f"loss, but {loss}")
         self._unread.clear()
         self._last_read = time.perf_counter()
         seconds = self._last_read - self._started
@@ -71,7 +71,7 @@ class LossLog:
         rows = sorted(row + 1 for row in self._rows_of(step - 1))
         more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
         return TaskError(
-            f"train.learning-rate: expected a finite {what} at step {step} with {self._learning_rate:g}, computed "
-            f"from this site's examples {', '.join(map(str, rows[:_NAMED]))}{more}; lower it, set "
-            "train.max-grad-norm, or correct an example that differs from the others"
+            f"train.learning-rate: step {step} with {self._learning_rate:g} did not give a finite {what}; it used "
+            f"this site's examples {', '.join(map(str, rows[:_NAMED]))}{more}; lower it, set train.max-grad-norm, "
+            "or correct an example that differs from the others"
         )

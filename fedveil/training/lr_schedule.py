@@ -1,10 +1,10 @@
-"""The learning rate of each step: train.lr-schedule and train.warmup-ratio, over the whole run.
+"""The learning rate of each step, from train.lr-schedule and train.warmup-ratio, over the whole run.
 
 The curves are from transformers' `get_scheduler` ("constant" with a warm-up is its "constant_with_warmup"). A step's
 rate is the curve's value at the middle of the step: step s of S, in round r of R, is at (r + (s + 1/2) / S) / R of
 the run. So the round alone determines a site's position on the curve. A repeated or resumed round has the same rates.
 Sites with more steps than others cover the same part of the curve in a round, and on a straight section their mean
-rate is exactly the same. No step has a rate of 0; otherwise a site's only step in the first round could have it.
+rate is exactly the same. No step has a rate of 0; otherwise a site's only step in the first round could have no effect.
 
 train.warmup-ratio is a fraction of the run, not a number of rounds: runs with few rounds have warm-ups shorter than a
 round.
@@ -31,7 +31,8 @@ import torch
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError
 
-_TICKS = 10**9  # ticks in a whole run, whatever its rounds and steps: integers, so that all sites round alike
+# Ticks in a whole run, regardless of its rounds and steps; integers, so that all sites round in the same way.
+_TICKS = 10**9
 
 
 @final

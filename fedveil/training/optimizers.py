@@ -21,7 +21,7 @@ from fedveil.contract.method import Method
 from fedveil.errors import ConfigError
 from fedveil.privacy.dp_sgd import DpSgdConfig
 
-_PIECE = 1 << 20  # entries, in whole blocks: on a CPU, bitsandbytes' temporary memory is five times as large
+_PIECE = 1 << 20  # entries, in whole blocks; on a CPU, bitsandbytes needs five times as much temporary memory
 _OF_STEPS = ("lr-schedule", "warmup-ratio", "max-grad-norm")  # keys that only affect AdamW steps
 _SMALLEST = 4096  # entries in the smallest tensor with 8-bit states
 
@@ -53,8 +53,8 @@ def create(parameters: list[Tensor], train: TrainConfig) -> LocalOptimizer:
     if train.optimizer == "paged-adamw-8bit":
         if not on_gpu:
             raise ConfigError(
-                'train.optimizer: expected a GPU at each site with "paged-adamw-8bit", found a site that trains on '
-                'its CPU; set "adamw-8bit", which has the same states, or "adamw"'
+                'train.optimizer: "paged-adamw-8bit" requires a GPU at each site, but this site trains on its '
+                'CPU; set "adamw-8bit", which has the same states, or "adamw"'
             )
         from bitsandbytes.optim import PagedAdamW8bit
 
@@ -96,14 +96,11 @@ def _check_noisy(method: Method, config: RunConfig) -> None:
     """Raise ConfigError for settings that per-example gradients do not support."""
     if config.train.packing:
         raise ConfigError(
-            "train.packing: expected false with dp.*, which computes the gradient of every example separately, "
-            "found true; leave it out"
-        )
-    if method.adapter.drops:
-        raise ConfigError(
-            "adapter.dropout: expected 0 with dp.*, which computes per-example gradients without it, found more; "
+            "train.packing: dp.* computes the gradient of every example separately, so examples cannot be packed; "
             "leave it out"
         )
+    if method.adapter.drops:
+        raise ConfigError("adapter.dropout: dp.* computes per-example gradients without dropout; leave it out")
 
 
 def _eight_bit(parameters: list[Tensor], train: TrainConfig) -> Any:

@@ -168,8 +168,7 @@ def per_example_gradients(task: object, spec: Spec, rows: Rows, weights: Weights
     """
     if not isinstance(task, PerExampleLoss):
         raise TaskError(
-            f"task.name: expected a task with a per-example loss, found {type(task).__name__}; this method needs one "
-            "that trains a prompt"
+            f"task.name: {type(task).__name__} has no per-example loss; this method needs a task that trains a prompt"
         )
     _check(weights, spec)
     home = next(iter(weights.values())).device
@@ -204,8 +203,8 @@ def gradients_of_examples(
     except Exception as error:  # torch raises RuntimeError, NotImplementedError, GuardOnDataDependentSymNode, ...
         kind = type(getattr(getattr(task, "base", None), "model", task)).__name__
         raise TaskError(
-            "task.model: expected a model for which torch can compute per-example gradients, as dp.* requires, found "
-            f"{kind}, for which torch.func raises {type(error).__name__}; use another base, or train without dp.*"
+            f"task.model: dp.* requires per-example gradients, but torch.func raises {type(error).__name__} for "
+            f"{kind}; use another base, or train without dp.*"
         ) from None
     return PerExampleGradients({name: g.detach() for name, g in gradients.items()}, losses.detach())
 
@@ -218,8 +217,8 @@ def feature_gradients(task: object, spec: Spec, rows: Rows, weights: Weights) ->
     """
     if not isinstance(task, PerExampleFeatureLoss):
         raise TaskError(
-            "task.name: expected a task whose losses depend on the weights only through features, found "
-            f"{type(task).__name__}; use clip-prompt, or clip every example's whole gradient"
+            f"task.name: the losses of {type(task).__name__} do not depend on the weights only through features; "
+            "use clip-prompt, or clip every example's whole gradient"
         )
     _check(weights, spec)
     home = next(iter(weights.values())).device

@@ -1,8 +1,8 @@
 """Choose the test examples to score in an evaluation: at most evaluate.eval-examples, drawn from run.seed.
 
 The examples are divided, in order, into as many equal parts as there are examples to score, and one is drawn from each
-part. So a file sorted by class is scored on all its classes. Every round and every resumed run scores the same
-examples.
+part. So even a file that is sorted by class is scored on all its classes. Every round and every resumed run scores the
+same examples.
 """
 
 from __future__ import annotations

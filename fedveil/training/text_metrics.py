@@ -99,8 +99,8 @@ def select_telling(
 ) -> dict[str, float]:
     """Return the scores that can tell good answers from bad ones, given the length of the references.
 
-    BLEU-n is 0 without n words in a row, so it is 0 both for the right answer "yes" and for a wrong one; the n-grams of
-    CIDEr, NIST and METEOR say just as little. Long answers rarely equal a reference exactly.
+    BLEU-n is 0 without n words in a row, so it is 0 for the right answer "yes" as well as for a wrong one; the n-grams
+    of CIDEr, NIST and METEOR are equally uninformative. Long answers rarely equal a reference exactly.
 
     | for most sources, the longest reference has | omitted scores |
     |---|---|
@@ -118,8 +118,8 @@ def select_telling(
     if wanted in blind:
         better = "exact_match" if words <= SHORT_WORDS else "rouge_l"
         raise TaskError(
-            f'evaluate.metric: expected a score that tells good answers from bad ones, found "{wanted}", and most of '
-            f"the {len(references)} scored sources have answers of at most {words} words; set it to {better} or loss"
+            f'evaluate.metric: "{wanted}" does not tell good answers from bad ones, because most of the '
+            f"{len(references)} scored sources have answers of at most {words} words; set it to {better} or loss"
         )
     return {name: value for name, value in scores.items() if name not in blind}
 
@@ -131,8 +131,8 @@ def _plain(text: str) -> str:
 def _check(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> None:
     if not candidates or len(candidates) != len(references) or not all(references):
         raise ValueError(
-            f"expected as many candidates as non-empty lists of references, found {len(candidates)} and "
-            f"{len(references)}"
+            f"each candidate needs a nonempty list of references, found {len(candidates)} candidates and "
+            f"{len(references)} lists"
         )
 
 

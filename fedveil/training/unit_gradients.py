@@ -79,7 +79,7 @@ class UnitGradientSource(PerExampleGradientSource):
     def batches(self, sampling: Sampling, steps: int, rng: RandomStream, skip: int = 0) -> list[BatchIndices]:
         """Draw units, and the rows of each. Raises ConfigError unless the sampling is "poisson"."""
         if sampling != "poisson":
-            raise ConfigError(f'sampling: expected "poisson" with dp.unit-column, found "{sampling}"; change it')
+            raise ConfigError(f'sampling: dp.unit-column requires "poisson", found "{sampling}"; change it')
         drawn = draw_batches(sampling, len(self._units), self.batch_size, steps, rng, skip)
         chosen = rng.split("rows of units")
         return [BatchIndices(step.rows, tuple(self._choose_rows(unit, chosen) for unit in step.rows)) for step in drawn]
@@ -122,7 +122,7 @@ class UnitGradientSource(PerExampleGradientSource):
 def _rows_and_owners(batch: BatchIndices) -> tuple[list[int], list[int]]:
     """Return the drawn rows of all units of a batch, and for each row the position of its unit in the batch."""
     if len(batch.members) != len(batch.rows):
-        raise ValueError(f"batch: expected the rows of {len(batch.rows)} units, found those of {len(batch.members)}")
+        raise ValueError(f"batch: it has {len(batch.rows)} units, but rows of {len(batch.members)}")
     pairs = [(row, place) for place, of_unit in enumerate(batch.members) for row in of_unit]
     return [row for row, _ in pairs], [place for _, place in pairs]
 
@@ -158,6 +158,6 @@ class UnitTrainer(PerExampleTrainerWrapper):
 
 def _by_rows() -> ConfigError:
     return ConfigError(
-        "dp.unit-column: expected a method that takes noisy steps on units, found one that trains on rows; leave "
-        "dp.unit-column out, or choose another method"
+        "dp.unit-column: this method trains on rows, not on units; leave dp.unit-column out, or choose a method "
+        "that takes noisy steps on units"
     )

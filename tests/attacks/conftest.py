@@ -1,4 +1,4 @@
-"""A tapped federation in one process, the same for every attack that reads messages."""
+"""A federation in one process whose messages are captured, shared by all attacks that read messages."""
 
 from __future__ import annotations
 

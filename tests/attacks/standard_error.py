@@ -1,4 +1,4 @@
-"""The standard error of an area under the ROC, as Hanley and McNeil (1982) have it."""
+"""The standard error of an area under the ROC curve, by Hanley and McNeil (1982)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A view holds what its adversary saw, and nothing else."""
+"""A view contains exactly what its adversary saw."""
 
 from __future__ import annotations
 

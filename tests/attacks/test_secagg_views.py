@@ -1,4 +1,4 @@
-"""A secure run's tap: nothing where a mask is left, what the site sent where none is, and the sums."""
+"""The capture of a secure run: nothing of masked uploads, the plain upload of an unmasked one, and the sums."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_no_rate(fpr):
 @pytest.mark.parametrize("statistic", [area_under_roc, lambda m, n: tpr_at_fpr(m, n, 0.1)])
 @pytest.mark.parametrize("members,others", [([], [1.0]), ([1.0], []), ([math.nan], [1.0]), ([1.0], [math.nan])])
 def test_empty_sides_and_nan_are_refused(statistic, members, others):
-    with pytest.raises(ValueError, match="expected scores"):
+    with pytest.raises(ValueError, match="scores"):
         statistic(scores(*members), scores(*others))
 
 
@@ -214,7 +214,7 @@ def test_clopper_pearson_bounds_leave_the_tails(trials, data, confidence):
 
 @pytest.mark.parametrize("successes,trials", [(-1, 5), (6, 5), (0, 0)])
 def test_clopper_pearson_of_no_binomial(successes, trials):
-    with pytest.raises(ValueError, match="expected 0 to"):
+    with pytest.raises(ValueError, match="are impossible in"):
         clopper_pearson(successes, trials)
 
 

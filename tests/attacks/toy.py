@@ -1,4 +1,4 @@
-"""A linear classifier with one LoRA pair: small enough to see through, trained by real gradients."""
+"""A transparent linear classifier with one LoRA pair, trained by real gradients."""
 
 from __future__ import annotations
 

@@ -204,5 +204,5 @@ def test_a_site_that_would_number_its_own_classes_trains_only_with_the_run_s_nam
     if names:
         assert site.send(site.initial)
         return
-    with pytest.raises(TaskError, match='each site would number its own, .* task.class-names = "cat,ox"'):
+    with pytest.raises(TaskError, match='each site would number its own; .* task.class-names = "cat,ox"'):
         site.send(site.initial)

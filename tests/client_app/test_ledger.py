@@ -256,7 +256,7 @@ def test_a_site_may_judge_by_another_relation_or_delta(tmp_path, take):
     def asked(text, **fields):
         return policed(tmp_path, text, assignment(tmp_path, **fields))
 
-    with pytest.raises(BudgetError, match='sampling: expected "poisson" or "disjoint" at this site'):
+    with pytest.raises(BudgetError, match='sampling: no epsilon is known for "fixed"'):
         take(asked('adjacency = "zero-out"', sampling="fixed"))
     fields = under("zero-out", cost(1, Adjacency.ZERO_OUT))
     for text in ("", 'adjacency = "zero-out"\ndelta = 1e-9'):

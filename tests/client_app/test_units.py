@@ -59,7 +59,7 @@ def test_a_site_protects_rows_or_patients_and_never_both(tmp_path, first):
     ledger = tmp_path / ".ledger" / "ledger.json"
     before = ledger.read_bytes()
     other = Server(tmp_path, "", ROWS, **{**UNITS, "dp.unit-column": second})
-    with pytest.raises(BudgetError, match="expected a run that protects (one row|a unit .*), which this site's ledger"):
+    with pytest.raises(BudgetError, match="this site's ledger counts runs that protect (one row|a unit .*), but"):
         other.send(other.initial)
     assert ledger.read_bytes() == before
 
@@ -81,7 +81,7 @@ def test_a_site_with_fewer_patients_than_a_batch_is_refused_and_names_none(tmp_p
 @pytest.mark.parametrize(
     "config,reason",
     [
-        ({"dp.unit-column": "person"}, r'found "person"; it has mr, ref, patient'),
+        ({"dp.unit-column": "person"}, r'has no column "person"; it has mr, ref, patient'),
         ({"task.examples-per-site": 6}, r"task.examples-per-site = 6, a choice that depends on how many rows"),
         ({"dp.clip-norm": 0.0, "dp.noise-multiplier": 0.0}, "fedavg without .dp., which has no guarantee"),
         ({"train.gradient-accumulation-steps": 2}, "train.gradient-accumulation-steps = 2"),

@@ -64,8 +64,8 @@ def test_a_new_run_by_units_draws_the_others_alone(tmp_path):
     "rows,reason",
     [
         ([{"mr": "a", "ref": "b"}] * 4, r'cannot read column "patient".*it has mr, ref'),
-        ([*ROWS, {"mr": "a", "ref": "b", "patient": ""}], "an id in column .*found none in row 13"),
-        ([*ROWS, {"mr": "a", "ref": "b", "patient": "secret-2"}], "one spelling of each id"),
+        ([*ROWS, {"mr": "a", "ref": "b", "patient": ""}], "row 13 of .* has no id in column"),
+        ([*ROWS, {"mr": "a", "ref": "b", "patient": "secret-2"}], "have several spellings"),
         ([row for row in ROWS if row["patient"] == "Secret-1"], "belong to withdrawn units"),
     ],
     ids=["no column", "no id", "two writings", "no other row"],

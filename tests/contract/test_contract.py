@@ -1,4 +1,4 @@
-"""One suite over every method in `strategies/`. A method added later is under it without an edit."""
+"""A suite that runs on every method in `strategies/`, including methods that are added later."""
 
 from __future__ import annotations
 

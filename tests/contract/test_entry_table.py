@@ -1,4 +1,4 @@
-"""The table of who sends which entries: its text, its checks, and how many senders an entry needs."""
+"""The table of senders per entry: its text, its checks, and the number of senders that an entry needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Broadcasts under secure aggregation: which methods send one message to all sites, and what sites train from."""
+"""Broadcasts under secure aggregation: methods that send one message to all sites, and the sites' starting weights."""
 
 from __future__ import annotations
 
@@ -129,5 +129,5 @@ def test_what_a_site_keeps_of_a_residual_moves_nothing_in_a_secure_sum(name):
     assert all(torch.equal(first[n], second[n]) for n in first)
     step = method.broadcast(holder, RoundContext(0, "s00", False, bytes(32), True))
     assert step.variant == "step"
-    with pytest.raises(WireError, match="variant: expected the whole residual"):
+    with pytest.raises(WireError, match="variant: secure aggregation requires the whole residual"):
         method.client(other, step, trainer(), ctx)

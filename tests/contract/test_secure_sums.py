@@ -1,4 +1,4 @@
-"""Every method under secure aggregation: its sum unseen is its sum in the clear, whoever is silent."""
+"""Every method gives the same sum with and without secure aggregation, whichever sites are silent."""
 
 from __future__ import annotations
 

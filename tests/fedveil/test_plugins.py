@@ -192,7 +192,7 @@ def test_a_module_with_no_method_or_with_two_is_refused(ward):
     install(ward, "broken", methods="none = ward_heights\ntwo = ward_two")
     (ward / "ward_two.py").write_text(METHOD + "class Second(WardAverage): ...\n")
     for name, count in (("none", 0), ("two", 2)):
-        with pytest.raises(ConfigError, match=f'expected one Method in the module of "{name}", found {count}'):
+        with pytest.raises(ConfigError, match=f'of "{name}" must define exactly one Method, but defines {count}'):
             strategies.load_method(name)
 
 

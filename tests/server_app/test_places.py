@@ -55,7 +55,7 @@ def test_fedsp_distils_its_proxy_on_the_servers_rows_before_round_0(tmp_path):
 
 def test_rows_of_the_servers_own_that_are_not_there_are_named_by_their_own_key(tmp_path):
     plan = RunPlan.from_config(parse(FEDSP | {"task.server-data": str(tmp_path / "nowhere")}), "r")
-    with pytest.raises(TaskError, match=r"^task\.server-data: expected a folder or file of rows"):
+    with pytest.raises(TaskError, match=r"^task\.server-data: there is no folder or file of rows"):
         prepare_strategy(plan, RunFolder(tmp_path / "run"))
 
 

@@ -1,4 +1,4 @@
-"""A client whose loss is how far the context is from its own target: real gradients, no model."""
+"""A client whose loss is the distance of the context from its own target: real gradients without a model."""
 
 from __future__ import annotations
 

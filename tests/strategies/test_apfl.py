@@ -1,4 +1,4 @@
-"""APFL against a twin that runs every client's descents and its alpha in plain Python."""
+"""APFL compared with a reference that runs every client's steps and its alpha in plain Python."""
 
 from __future__ import annotations
 

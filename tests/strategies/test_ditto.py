@@ -1,4 +1,4 @@
-"""Ditto against a twin that runs every client's two descents in plain Python."""
+"""Ditto compared with a reference that runs both trainings of every client in plain Python."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def broadcasts(run: InProcessFederation, rounds: int) -> dict[tuple[int, str], t
             stamp = EnvelopeStamp.from_exchange(run.exchange.method, "fedex_lora", round_, "down")
             message_info[round_, site] = (unpack_message(data, run.exchange.layout, stamp).payload.variant, len(data))
         run.round(round_)
-        for site in run.last_cohort:  # what a site keeps is what it was sent, which the server had
+        for site in run.last_cohort:  # a site keeps what it received, which the server had
             assert run.private.get(site) is not None
     return message_info
 
@@ -217,7 +217,7 @@ def test_a_site_without_its_residual_says_so_and_gets_it_whole():
     run.run()
     exchange = run.exchange
     down = exchange.broadcast(run.server, RoundContext(4, "a", False, bytes(32)))
-    with pytest.raises(StateError, match="private state: expected the residual of an earlier participation"):
+    with pytest.raises(StateError, match="private state: the residual of an earlier participation is missing"):
         exchange.participate(down, None, Site("a", 4), RoundContext(4, "a", False, bytes(32)))
     again = exchange.broadcast(run.server, RoundContext(4, "a", True, bytes(32)))  # as after a turn that failed
     private_state, _ = exchange.participate(again, None, Site("a", 4), RoundContext(4, "a", True, bytes(32)))

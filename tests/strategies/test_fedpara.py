@@ -1,4 +1,4 @@
-"""The pair that is exchanged, the pair that is not, and the server's model."""
+"""The pair that is exchanged, the private pair, and the server's model."""
 
 from __future__ import annotations
 

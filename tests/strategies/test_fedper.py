@@ -1,4 +1,4 @@
-"""Which layers go where and when, by hand and against a naive twin."""
+"""The layers that are sent and kept, compared with values by hand and a simple reference."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_every_round_equals_a_naive_twin():
                 torch.testing.assert_close(running.models(site)["client"][name], whole[name])
 
     run.run(compare)
-    assert len(own) == len(SITES)  # else the twin saw no newcomer of a later round, or no return
+    assert len(own) == len(SITES)  # otherwise the reference saw no late newcomer and no return
 
 
 def test_lower_layers_of_the_server_are_the_round_0_aggregate_for_ever():
@@ -156,7 +156,7 @@ def test_after_round_0_its_clients_start_from_the_aggregate_then_from_their_own_
     assert set(up.fields) == set(SPEC)
     assert all(torch.equal(private.tensors[n], state.tensors[n] + 0.5) for n in SPEC)
 
-    local, after = ToyTrainer(SPEC), server(2)  # other weights than what this client trained
+    local, after = ToyTrainer(SPEC), server(2)  # weights other than those that this client trained
     private, up = method.client(private, method.broadcast(after, ctx(5)), local, ctx(5))
     assert set(up.fields) == TOP
     assert all(torch.equal(local.started_from[0][n], after.tensors[n]) for n in SPEC)
@@ -180,7 +180,7 @@ def test_a_site_taken_for_new_goes_on_with_its_own_lower_layers():
 @pytest.mark.parametrize("private", [None, FederatedState(weights(5), {"round": 0})])
 def test_lost_private_state_is_an_error_when_only_the_top_came(private):
     state = server(1, ("k",))
-    with pytest.raises(StateError, match="expected lower layers of an earlier participation"):
+    with pytest.raises(StateError, match="the lower layers of an earlier participation are missing"):
         FedPer().client(private, FedPer().broadcast(state, ctx(3)), ToyTrainer(SPEC), ctx(3))
 
 
@@ -272,7 +272,7 @@ def test_a_head_without_a_number_belongs_to_the_top():
 
 
 def test_what_it_refuses():
-    with pytest.raises(ConfigError, match=r"wte\.lora_A2: expected a layer number in the name"):
+    with pytest.raises(ConfigError, match=r"wte\.lora_A2: the name has no layer number"):
         FedPer().init({"wte.lora_A2": ParamSpec((1,))}, {}, rng.initial_stream(0, "x"))
     for fields, match in (
         ("layers = 0", "layers: expected at least 1 shared layer, found 0"),

@@ -71,7 +71,7 @@ def test_the_own_part_has_at_most_that_rank_and_takes_what_is_the_site_s():
 def test_forms():
     assert strategies.create_method("fedpgp").adapter == PromptAdapter(form="factored", contrast=1.0)
     assert strategies.create_method("fedpgp", 'adapter = {form = "factored", rank = 2}').adapter.contrast == 0.0
-    with pytest.raises(ConfigError, match='adapter.form: expected "factored" with this method, found "one"'):
+    with pytest.raises(ConfigError, match='adapter.form: this method requires "factored", found "one"'):
         strategies.create_method("fedpgp", "adapter = {length = 4}")
     with pytest.raises(ConfigError, match="adapter.rank"):
         strategies.create_method("fedpgp", 'adapter = {form = "factored", length = 4, rank = 5}')

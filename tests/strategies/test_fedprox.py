@@ -1,4 +1,4 @@
-"""The term itself is compared with its formula, on a real model, in tests/fedveil/training/test_penalty.py."""
+"""FedProx; tests/fedveil/training/test_penalty.py compares its term with its formula on a real model."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_on_the_tap(tmp_path, targets, quantiser, bits, update):
             for j in mask.movedim(veil.masked[name].axis, 0).flatten(1).any(1).nonzero() if mask.ndim == 2 else []:
                 column = start[name].select(veil.masked[name].axis, int(j)).contiguous()
                 assert column.numpy().tobytes() not in data
-    assert len(seen_masks) == 9  # three clients in three rounds, each with masks of its own
+    assert len(seen_masks) == 9  # three clients in three rounds, each with its own masks
     for name, mask in hidden.items():
         assert torch.equal(run.server.tensors[name][mask], start[name][mask])  # restored: W_0
         assert not torch.equal(run.server.tensors[name][~mask], start[name][~mask])

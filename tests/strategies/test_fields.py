@@ -1,4 +1,4 @@
-"""method.params: the adapter's table, whose errors name the adapter's own fields."""
+"""The adapter's table in method.params; its errors name the adapter's fields."""
 
 from __future__ import annotations
 

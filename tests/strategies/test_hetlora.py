@@ -237,7 +237,7 @@ def test_a_site_prunes_its_last_rank_when_its_tail_shrank_and_gets_what_is_left(
         server = exchange.aggregate(server, iter([upload]))
     assert seen == [(2, 1), (1, 1), (1, 1)]
     assert server.scalars["ranks"] == {"a": 1}
-    # Round 0: the tail of rank 3 alone is pulled, and then cut. Round 1: that of rank 2: A 2 - 0.1 * 0.5 * 5 = 1.75.
+    # Round 0: only the tail of rank 3 is pulled, then pruned. Round 1: that of rank 2: A 2 - 0.1 * 0.5 * 5 = 1.75.
     assert server.tensors["m.lora_A"].flatten().tolist() == pytest.approx([1.0, 2.0, 3.0])
     assert server.tensors["m.lora_B"].flatten().tolist() == pytest.approx([4.0, 5.0, 6.0])
 
@@ -253,9 +253,9 @@ def test_a_zero_factor_prunes_nothing_and_its_site_stays_at_its_rank():
 
 def test_pruning_is_refused_where_each_rank_needs_a_number_of_sites():
     method = HetLoRA(adapter=adapter(3), pruning=0.1)
-    with pytest.raises(ConfigError, match="pruning: expected 0 with secure.enabled"):
+    with pytest.raises(ConfigError, match="pruning: secure.enabled requires 0"):
         method.plan_entries(SPEC, list("abc"), 2, CTX)
-    with pytest.raises(ConfigError, match="pruning: expected 0 with secure.enabled"):
+    with pytest.raises(ConfigError, match="pruning: secure.enabled requires 0"):
         method.check_entries(3, 3, 2)
 
 

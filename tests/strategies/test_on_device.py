@@ -1,4 +1,4 @@
-"""With a device in the context, what is large is worked on there; messages are those of a CPU, byte for byte."""
+"""With a device in the context, large computations run there, and messages equal those of a CPU byte for byte."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_messages_are_those_of_a_cpu(method, name):
     with Pretended() as pretended:
         messages = turn(method, name, THERE)
     assert messages == expected
-    assert sum(pretended.back) <= sum(map(len, messages))  # nothing comes back but what is sent
+    assert sum(pretended.back) <= sum(map(len, messages))  # only sent tensors come back
 
 
 def test_a_proxy_is_coded_there_and_comes_back_packed():

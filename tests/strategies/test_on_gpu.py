@@ -1,4 +1,4 @@
-"""What a method makes on a GPU, as on a CPU. In a dry run the CPU is both."""
+"""Methods give the same results on a GPU as on a CPU. A dry run uses the CPU for both."""
 
 from __future__ import annotations
 

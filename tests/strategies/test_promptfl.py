@@ -34,7 +34,7 @@ def test_it_is_fedavg_of_the_prompt_bit_for_bit():
 
 @pytest.mark.parametrize("form", ["sum", "factored", "transport"])
 def test_other_forms_are_refused_by_name(form):
-    with pytest.raises(ConfigError, match=f'adapter.form: expected "one" with this method, found "{form}"'):
+    with pytest.raises(ConfigError, match=f'adapter.form: this method requires "one", found "{form}"'):
         strategies.create_method("promptfl", f'adapter = {{form = "{form}"}}')
 
 

@@ -1,4 +1,4 @@
-"""The pages that follow from the code: made once in a process, and not while tests are collected."""
+"""The pages that are generated from code: made once per process, and not during test collection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of what composes: pinned cell by cell, so that a change of any of them is seen."""
+"""The table of compatible features, pinned cell by cell, so that every change is noticed."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ def test_every_method_is_summed_unseen_and_by_the_median():
 def test_a_server_optimizer_goes_with_all_that_do_not_complete_their_mean_in_the_base():
     reasons = refused(SERVER)
     assert set(reasons) == {"fedex_lora", "flora"}
-    assert reasons["fedex_lora"].startswith("no: one that would move the factors apart from the residual")
+    assert reasons["fedex_lora"].startswith("no: one that would move the factors away from the residual")
 
 
 def test_a_buffer_of_late_uploads_goes_with_what_is_moved_from_one_state_to_another():
     reasons = refused(BUFFER)
     assert set(reasons) == {"dp_fpl", "fedex_lora", "fedper", "flora", "hetlora", "rolora", "scaffold"}
-    assert reasons["rolora"].startswith("no: a method that trains one factor in even rounds and the other in odd ones")
+    assert reasons["rolora"].startswith(
+        "no: a method that trains one factor in even rounds and the other in odd rounds"
+    )
 
 
 def test_noise_in_the_sum_goes_with_what_sends_one_step_as_it_is_and_keeps_nothing():

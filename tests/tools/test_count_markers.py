@@ -1,4 +1,4 @@
-"""Markers of hard English on texts made here, each counted by hand."""
+"""Markers of hard English in sample texts, compared with counts by hand."""
 
 from __future__ import annotations
 

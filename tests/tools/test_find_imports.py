@@ -1,4 +1,4 @@
-"""Imports that pyright does not find: ours count, another package's do not."""
+"""Imports that pyright does not find: those of this project count, those of other packages do not."""
 
 from __future__ import annotations
 

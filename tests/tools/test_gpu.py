@@ -1,4 +1,4 @@
-"""make gpu: what fails, is over its time or misses something is never counted as passed."""
+"""make gpu never counts a check as passed that fails, exceeds its time or misses a requirement."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_without_time_nothing_is_started_and_what_one_leaves_the_next_has(monkey
     )
     gpu.run_all(gpu.PARTS, place, 560, {})
     assert given[0] == pytest.approx(gpu.PARTS[0].seconds, abs=1)
-    assert given[-1] == pytest.approx(560, abs=1)  # nobody took anything
+    assert given[-1] == pytest.approx(560, abs=1)  # no part took any time
     monkeypatch.undo()
     instead(monkeypatch, written())
     (row,) = gpu.run_all([Part("x/y", 1, ())], place, 9, {})

@@ -1,4 +1,4 @@
-"""Lines of code: by hand, and in the tables of methods and attacks."""
+"""Lines of code, counted by hand and in the tables of methods and attacks."""
 
 from __future__ import annotations
 

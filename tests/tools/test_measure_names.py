@@ -1,4 +1,4 @@
-"""Measures of names on a tree made here, each counted by hand."""
+"""Measures of names in a sample tree, compared with counts by hand."""
 
 from __future__ import annotations
 

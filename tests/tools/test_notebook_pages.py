@@ -1,4 +1,4 @@
-"""A notebook's page has each of its cells, in order, and the site's links go to the page."""
+"""A notebook's page has all its cells in order, and the site's links lead to the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page about the papers' claims: which sentences are claims of papers, their states, and what would decide them."""
+"""The page about claims of papers: which sentences are such claims, their states, and what would decide them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_page_has_the_committed_sentences_and_counts():
         assert results.escape_markdown(claim.sentence) in page
     for paper, theirs, _ in paper_claims.MISSING:
         assert f"| {paper} | {theirs} |" in page
-    # What is tested in another sense than the paper's is not called refuted.
+    # A claim that is tested in a sense other than the paper's is not called refuted.
     other = next(claim for claim in claims if claim.sentence.startswith(tuple(paper_claims.OTHER_SENSE)))
     assert other.sentence.endswith("does not hold here.")
     assert other.state == "open"

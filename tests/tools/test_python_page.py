@@ -1,4 +1,4 @@
-"""The page of the interface in Python has every public class, function and field, with its signature and its words."""
+"""The Python interface page has every public class, function and field, with signature and description."""
 
 from __future__ import annotations
 

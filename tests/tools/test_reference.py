@@ -1,4 +1,4 @@
-"""The pages that follow from the code name every key, command, method and field, and their tables hold together."""
+"""The generated pages name every key, command, method and field, and their tables are consistent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/release.py: what keeps a tag from being a release, its archives byte for byte, and a release that installs."""
+"""tools/release.py: conditions that prevent a release, byte-identical archives, and a release that installs."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_release_of_this_checkout_can_be_built_twice_verified_and_installed(tm
     run("git", *author, "commit", "-qm", "Date the release", "--allow-empty", cwd=clone)
     run("git", "tag", f"v{version}", cwd=clone)
     run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key)
-    components = tmp_path / "sbom-python"  # stands for a Python with lock/sbom.txt, which no test installs
+    components = tmp_path / "sbom-python"  # replaces a Python with lock/sbom.txt, which no test installs
     components.write_text('#!/bin/sh\nwhile [ "$1" != --out ]; do shift; done\necho "{}" >"$2"\n')
     components.chmod(0o755)
     (clone / "pyproject.toml").write_text("not the tag's\n")
@@ -192,7 +192,7 @@ def test_a_release_of_this_checkout_can_be_built_twice_verified_and_installed(tm
     links = set(re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text()))
     assert len(links) > 20
     assert links - source == set()
-    # The distributions in an environment that has their requirements alone.
+    # The distributions in an environment with only their requirements.
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
     wheels = [folders[0] / name for name in first if name.endswith(".whl")]

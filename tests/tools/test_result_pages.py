@@ -1,4 +1,4 @@
-"""The pages that are written from committed results."""
+"""The pages that are generated from committed results."""
 
 from __future__ import annotations
 

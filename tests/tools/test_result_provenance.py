@@ -1,4 +1,4 @@
-"""The commits that committed results name: no new one is dirty or unknown, and how far they lie behind is counted."""
+"""The commits that results name: none is dirty or unknown, and their distance to the present is counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is missing is named with the version of the lock, and can be carried with its hash."""
+"""A missing wheel is named with its locked version, and can be carried with its hash."""
 
 from __future__ import annotations
 

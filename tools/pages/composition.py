@@ -1,4 +1,4 @@
-"""Table of combinations: each method with each option for its training, its uploads or its sums.
+"""A table that combines each method with each option for its training, its uploads or its sums.
 
 The table comes from the code. For each cell, the checks that precede any contact with a site are run, followed by a
 round with five tiny sites. If the code refuses a combination, the cell shows the code's own reason. A trainer without
@@ -76,7 +76,7 @@ class _Still:
 
     def per_sample(self, weights: Weights, batch: BatchIndices) -> PerExampleGradients:
         rows = len(batch.rows)
-        # Not zero: a product of factors that did not move would look like a step that is sent as it is.
+        # Not zero, because a product of factors that did not move would look like a step that is sent unchanged.
         steps = {n: torch.full((rows, *w.shape), 0.01) for n, w in weights.items()}
         return PerExampleGradients(steps, torch.zeros(rows))
 

@@ -1,7 +1,7 @@
-"""The page about the papers: what of them is not here, and what became of each of their claims that was measured.
+"""The page about the papers: the parts that FedVeil did not reproduce, and the outcome of each claim that was measured.
 
 Every figure and verdict is quoted from a committed result. For an open claim the page also says how many seeds would
-decide it, if the difference and its spread stayed as they are.
+decide it if the difference and its spread stayed the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tools.pages.results import escape_markdown
 
 HOLDS, REFUTED, OPEN = "holds", "refuted", "open"
 PAPERS = {"fedrand": "FedRand", "random_binary": "Random binary weights", "dp_fpl": "DP-FPL", "fedqsn": "FedQSN"}
-# What the papers have and no committed result has; "-": nothing in its place.
+# Parts of the papers that no committed result covers, with what FedVeil measured instead; "-": nothing.
 MISSING = (
     ("FedRand", "TinyLLaVA with OpenELM-450M", "a LLaVA of 1.5 M parameters; GPT-2 of 1.4 M on texts"),
     (
@@ -41,7 +41,7 @@ MISSING = (
     ),
     ("all", "sites on machines of their own", "processes, containers and network namespaces of one machine"),
 )
-# What the full forms need.
+# The requirements of the full forms.
 NEEDED = {
     "FedRand": "the full forms of `fedrand/table1` to `table4`: the paper's base, ScienceQA, COCO, NoCaps and a GPU",
     "Random binary weights": "`random_binary/vit_small`: ViT-S/16, CIFAR-10 and a GPU",
@@ -51,7 +51,8 @@ NEEDED = {
 _ALPHA = 0.04  # for all verdicts of a table together, as in fedveil_bench/common/verdicts.py
 MOST_SEEDS = 100
 _CLAIMS = (r"; the paper has it ", r": the paper's order ")
-_OURS = re.compile(r".*test loss of |(loss|alignment) of ")  # metrics in the paper's order that the paper lacks
+# Metrics that results rank like the paper's, although the paper does not report them.
+_OURS = re.compile(r".*test loss of |(loss|alignment) of ")
 _GAP = re.compile(r"(?!FedLPP|FedSP)(?!.*embeddings|.*all layers).+ gap less control, loss: .*")
 _MASKED = re.compile(r"modified, .*APRIL: PSNR .*")
 _ENDINGS = (
@@ -59,7 +60,7 @@ _ENDINGS = (
     (r"holds here\.$|: a gap\.$|order .* holds in all \d+ pairs\.$", HOLDS),
     (r"not decided\.$|no gap can be told\.$|is not decided: |holds in part: ", OPEN),
 )
-# A claim that a result tests in another sense than the paper's: it stays open, whatever the result says.
+# A claim that a result tests in a different sense than the paper: it stays open, whatever the result says.
 OTHER_SENSE = {
     "Local accuracy of DP-FPL, epsilon 0.4 less that of DP-FPL, no noise":
         "the paper's noise: its 0.4 is nominal, here it is the actual epsilon, and a site has few examples",
@@ -69,7 +70,7 @@ _DIFFERENCE = re.compile(r": ([+-][\d.]+) \[([+-][\d.]+), ([+-][\d.]+)\]")
 
 @dataclass(frozen=True)
 class PaperClaim:
-    """A claim of a paper, as a result's sentence has it.
+    """A claim of a paper, as a sentence in a result states it.
 
     Attributes:
         paper: the paper's name.
@@ -92,7 +93,7 @@ def list_claims(results: Mapping[str, Mapping[str, Any]]) -> list[PaperClaim]:
     """Return the papers' own claims in all results, in the order of PAPERS.
 
     Raises:
-        ValueError: a sentence has no ending that is known.
+        ValueError: a sentence does not end with a known verdict.
     """
     found, measured = [], set()
     of_papers = [(paper, name) for prefix, paper in PAPERS.items() for name in results if name.startswith(f"{prefix}_")]
@@ -111,7 +112,7 @@ def list_claims(results: Mapping[str, Mapping[str, Any]]) -> list[PaperClaim]:
 
 
 def is_paper_claim(name: str, sentence: str) -> bool:
-    """Tell whether a sentence of a result is about a claim of its paper, and not about one of ours or a control."""
+    """Return whether a sentence is about a claim of the result's paper, rather than our own claim or a control."""
     if name == "random_binary_april":
         return bool(_MASKED.fullmatch(sentence))
     is_gap = name.startswith("fedqsn_") and bool(_GAP.fullmatch(sentence))
@@ -119,7 +120,7 @@ def is_paper_claim(name: str, sentence: str) -> bool:
 
 
 def find_state(sentence: str) -> str:
-    """Return whether the claim of a sentence holds, is refuted or is open."""
+    """Return HOLDS, REFUTED or OPEN for the claim in a sentence."""
     for pattern, state in _ENDINGS:
         if re.search(pattern, sentence):
             return state
@@ -127,10 +128,10 @@ def find_state(sentence: str) -> str:
 
 
 def estimate_seeds(sentence: str, result: Mapping[str, Any]) -> int | None:
-    """Return the number of seeds with which the interval, corrected for its table, would leave the claim's bound.
+    """Return the number of seeds at which the interval, corrected for its table, would exclude the claim's bound.
 
-    None if they are more than MOST_SEEDS, or unknown. The difference and its spread are taken as they are, and all of
-    the interval as the seeds' part: a rough number.
+    None if the number exceeds MOST_SEEDS or is unknown. It is a rough estimate, which assumes that the difference and
+    its spread stay the same, and that the whole interval comes from the seeds.
     """
     match = _DIFFERENCE.search(sentence)
     counts = [len(m.get("seeds", ())) for row in result["rows"] for m in row["metrics"].values()]

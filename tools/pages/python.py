@@ -1,8 +1,8 @@
 """The public Python interface: the list PUBLIC_MODULES, and a page for each module.
 
 A module's `__all__` is a hand-written list of its public names: other programs may import these, and the benchmarks
-import nothing else (benchmarks/tests/test_public_interface.py). Each class and function is shown with its signature and
-docstring. Signatures come from the source: types appear by name, not by definition.
+import no other names (benchmarks/tests/test_public_interface.py). Each class and function is shown with its signature
+and docstring. Signatures come from the source: types appear by name, not by definition.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The committed benchmark results, with one page each: every row with its intervals, and the conclusions."""
+"""The committed benchmark results, each on its own page, with every row, its intervals, and the conclusions."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def render_index(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def find_double_verdicts(results: Mapping[str, Mapping[str, Any]]) -> list[list[tuple[str, str]]]:
-    """Return the sentences about one measurement whose verdicts differ, each with the name of its result.
+    """Return pairs of sentences about the same measurement with different verdicts, each with the name of its result.
 
-    Sentences of different results are about one measurement if they have the same figures and the same claim.
+    Sentences in different results are about the same measurement if they have the same figures and the same claim.
     """
     found: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for name, result in results.items():

@@ -10,7 +10,7 @@ are trained contrastively, from random weights, on the parts of CIFAR-10 (one ha
     L = 1/2 sum_i -ln p(text of i's class | image i) / rows + 1/2 sum_c -ln p(images of class c | text c) / classes
 
 over the pictures and the distinct class names in a batch; for several pictures of a class, -ln p is the mean over them.
-Labels are smoothed by 0.1, so that the model is less sure about what it saw often.
+Labels are smoothed by 0.1, so that the model is less confident about classes that it saw often.
 """
 
 from __future__ import annotations

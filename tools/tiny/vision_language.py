@@ -133,7 +133,7 @@ def _batch(
 
 
 def augmented(pixels: Any, rng: random.Random) -> Any:
-    """Return a random window of the picture, mirrored every other time."""
+    """Return a random window of the picture, mirrored with probability one half."""
     import torch
 
     top, left = rng.randint(0, MARGIN), rng.randint(0, MARGIN)

@@ -41,7 +41,7 @@ from fedveil_bench.common import data, pictures
 from fedveil_bench.common.federations import create_federation, method_of, task_of
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
-_KEY = bytes(32)  # a real site's key is secret; with a fixed key, two runs measure the same values
+_KEY = bytes(32)  # a real site's key is secret; here a fixed key makes two runs measure the same values
 _CLASSES = ("cat", "dog", "ox")
 
 
@@ -126,7 +126,7 @@ class _FirstWeights(TrainerWrapper):
 
 @final
 class _FirstWeightsOfRows(WrappedGradientSource):
-    """The same as `_FirstWeights`, for per-example gradients."""
+    """Like `_FirstWeights`, for per-example gradients."""
 
     def __init__(self, rows: PerExampleGradientSource, note: Callable[[Weights], None]) -> None:
         super().__init__(rows)

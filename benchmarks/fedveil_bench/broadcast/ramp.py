@@ -1,8 +1,8 @@
 """Measure what a server that ramps up its crafted broadcast over several rounds can learn within a site's bounds.
 
-Each row is a defense; each metric is for a number of rounds that the server takes. In each round the server sends
-weights that the site's guard accepts; the last weights are the steepest crafted pair it can reach. The value is the
-share of the batch's examples whose beginning the last upload reveals exactly, as in broadcast/imprint.
+Each row is a defense; each metric is for a certain number of rounds that the server takes. In each round the server
+sends weights that the site's guard accepts; the last weights are the steepest crafted pair it can reach. The value is
+the share of the batch's examples whose beginning the last upload reveals exactly, as in broadcast/imprint.
 
 | defense | what the guard accepts |
 |---|---|
@@ -28,7 +28,7 @@ from fedveil_bench.broadcast.imprint import BroadcastCase
 from fedveil_bench.common import resampling, seeds
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
-_KEY = bytes(32)  # a real site's key is secret; with a fixed key, two runs measure the same values
+_KEY = bytes(32)  # a real site's key is secret; here a fixed key makes two runs measure the same values
 _SEARCH_STEPS = 12
 _BATCHES = 9  # name of the random draws
 

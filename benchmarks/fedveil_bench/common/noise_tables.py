@@ -45,7 +45,7 @@ def said_of(
     """Return the sentences for a table.
 
     Args:
-        found: four verdicts with their texts for each number in `sites`: CLEAR, SITE and SUM compared with their
+        found: for each number in `sites`, four verdicts with their texts: CLEAR, SITE and SUM compared with their
             controls, and SUM compared with SITE.
         won: the verdict for a row that is on the expected `side` of its controls.
     """

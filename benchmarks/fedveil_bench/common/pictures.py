@@ -90,7 +90,7 @@ def _of_classes(found: Sequence[Example], names: Sequence[str], form: str) -> li
     for row, name in zip(found, names, strict=True):
         example: dict[str, Any] = {"image": row["image"], "label": name}
         if is_choice(form):
-            # The same choices for an image in every run: they are part of the data.
+            # An image has the same choices in every run, because they are part of the data.
             rng = random.Random(hashlib.sha256(row["source_path"].encode()).digest())
             choices = [name, *rng.sample([other for other in distinct if other != name], CHOICES - 1)]
             rng.shuffle(choices)

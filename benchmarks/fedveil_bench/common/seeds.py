@@ -65,7 +65,8 @@ def run_seeds(module: str, settings: dict[str, Any], options: BenchOptions, in_p
     try:
         asked_for = [pool.submit(answered, seed) for seed in seeds]
         wait(asked_for, return_when=FIRST_EXCEPTION)
-        pool.shutdown(cancel_futures=True)  # seeds that are running when another fails may finish: results are stored
+        # Seeds that are running when another fails may finish, because their results are stored.
+        pool.shutdown(cancel_futures=True)
     except KeyboardInterrupt:  # the seeds' processes may not have received the signal
         pool.shutdown(wait=False, cancel_futures=True)
         for process in processes:

@@ -1,8 +1,8 @@
 """Compare metrics and give verdicts: which is higher, and whether a claim or an order holds.
 
-A verdict that two methods differ is an error if they do not. All verdicts in a table (a preset's claims, an order's
-pairs) are corrected together with Holm's method, so that at most one table in twenty has such an error. All other
-verdicts are "not told apart" or "not decided", and support neither side. One or two seeds decide nothing.
+A verdict that two methods differ is an error if they do not differ. All verdicts in a table (a preset's claims, an
+order's pairs) are corrected together with Holm's method, so that at most one table in twenty has such an error. All
+other verdicts are "not told apart" or "not decided", and support neither side. One or two seeds decide nothing.
 
 | claim | holds if the difference lies | does not hold if it lies |
 |---|---|---|
@@ -22,7 +22,7 @@ undecided:
 | not won | below margin | above it |
 
 A control to win must hold over the seeds. A control to lose is tested over the rows, for these training runs only: if
-something gives these rows away, the table is spoiled, even if other seeds would show nothing.
+something reveals these rows, the table is invalid, even if other seeds would show nothing.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from fedveil.errors import ConfigError
 from fedveil_bench.common import resampling
 from fedveil_bench.common.resampling import ResampledMetric
 
-ALPHA = 0.04  # for all verdicts in a table together: leaves room below 5% for non-normal variation between seeds
+ALPHA = 0.04  # for all verdicts in a table together; it leaves room below 5% for non-normal variation between seeds
 HOLDS, FAILS, OPEN = "holds here", "does not hold here", "not decided"
 HELD, NOT_HELD = "held", "NOT HELD"
 CHANCE = 0.5  # for an AUROC
-# What the intervals of a table cover. With one test set, another one could give another difference.
+# What the intervals in a table cover. With a single test set, a different one could give a different difference.
 ROWS_AND_SEEDS, SEEDS, ONE_TEST_SET = "rows and seeds", "seeds", "seeds, one test set"
 CONTROL_MARGIN = 0.05  # default for an AUROC: a tenth of the distance from chance to certainty
 Must = Literal["won", "lost", "not won"]

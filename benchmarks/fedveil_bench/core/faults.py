@@ -1,4 +1,4 @@
-"""Kill one process in a real run at a random point, resume, and compare with an undisturbed run.
+"""Kill one process in a real run at a random point, resume the run, and compare it with an undisturbed run.
 
 Every point is a separate run over gRPC (killer.py determines the victim and the time). Processes that ended for good
 are restarted.
@@ -13,7 +13,7 @@ are restarted.
 | the server's audit log | unbroken | unbroken |
 
 The benchmark runs in pieces: points in the pieces file are not run again, except those that ended differently at
-another commit. The table reports the number of points per commit. Several instances can run at once; they work on
+another commit. The table reports the number of points per commit. Several instances can run at once; each works on
 different points.
 """
 
@@ -192,7 +192,7 @@ class _Bench:
         def found() -> list[int]:
             pids = []
             for process in self._federation.processes.alive(whose):
-                with suppress(Exception):  # it may end in the meantime
+                with suppress(Exception):  # the process may end in the meantime
                     pids += [process.pid] if program in " ".join([process.name(), *process.cmdline()]) else []
             return pids
 

@@ -1,4 +1,4 @@
-"""Measure the time and memory of preparing a site's rows, by number of rows: the first time, and later times.
+"""Measure the time and memory needed to prepare a site's rows, by number of rows: the first time, and later.
 
 Each case is a separate process, like a worker. The clock starts once the libraries and the model are loaded and a few
 rows have been prepared, and stops when the first batch can be built; "peak_mb" is the growth of resident memory since

@@ -31,7 +31,7 @@ from fedveil_bench.process_monitor.usage import classify_program, read_command_l
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _FIRST_STEADY = 1  # in round 0, all sites are new
-_LEAST_MB = 1.0  # less growth counts as none: the kernel counts pages, and Python rounds up
+_LEAST_MB = 1.0  # smaller growth counts as none, because the kernel counts pages, and Python rounds up
 _ARRIVALS = "arrivals"
 
 

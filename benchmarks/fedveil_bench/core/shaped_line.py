@@ -3,9 +3,9 @@
     with ShapedLine(LineSpeed(up=20_000, down=20_000, delay=0.15), server_port) as line:
         connect("127.0.0.1", line.port)
 
-The relay forwards bytes and reads none of them. All connections share the line's bandwidth, as in a hospital. It holds
-at most `QUEUE_BYTES` a direction and connection plus what is under way for `delay`; then it reads no more, and the
-sender's own flow control waits.
+The relay forwards bytes without interpreting them. All connections share the line's bandwidth, as in a hospital. Per
+direction and connection, it holds at most `QUEUE_BYTES` plus the bytes that are in transit for `delay`; then it stops
+reading, and the sender's flow control makes it wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Self
 
 QUEUE_BYTES = 64 * 1024
 _PACKET_BYTES = 1_400
-_LONGEST_PACKET_SECONDS = 0.02  # larger packets on a fast line, where 1,400 bytes a step would cost too much CPU
+_LONGEST_PACKET_SECONDS = 0.02  # packets are larger on a fast line, where 1,400 bytes per step would cost too much CPU
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class LineSpeed:
     Args:
         up: bytes per second from the site to the server.
         down: bytes per second from the server to the site.
-        delay: seconds that a byte takes one way; half of a round trip.
-        break_every: seconds after which all open connections are reset, again and again; 0 means never.
+        delay: seconds that a byte takes in one direction; half of a round trip.
+        break_every: interval in seconds at which all open connections are reset; 0 means never.
     """
 
     up: float
@@ -46,7 +46,7 @@ class LineSpeed:
 
 
 class ShapedLine:
-    """A relay from a port of its own to `server_port` on this machine; it runs in a thread between enter and exit."""
+    """A relay from its own port to `server_port` on this machine. It runs in a thread while the context is active."""
 
     def __init__(self, speed: LineSpeed, server_port: int) -> None:
         self.speed = speed
@@ -59,7 +59,7 @@ class ShapedLine:
         self._thread = threading.Thread(target=self._serve, daemon=True, name=f"line-{self.port}")
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._free = {"up": 0.0, "down": 0.0}  # when the line has sent what it has
+        self._free = {"up": 0.0, "down": 0.0}  # the time at which the line will have sent everything it holds
         self._stopped: asyncio.Event | None = None
 
     def __enter__(self) -> Self:
@@ -73,7 +73,7 @@ class ShapedLine:
         self._thread.join(10.0)
 
     def stall(self, seconds: float) -> None:
-        """Carry nothing for so many seconds; connections stay open."""
+        """Stop forwarding for this many seconds; connections stay open."""
 
         def hold() -> None:
             until = self._loop.time() + seconds
@@ -82,7 +82,7 @@ class ShapedLine:
         self._loop.call_soon_threadsafe(hold)
 
     def reset(self) -> None:
-        """Break off all open connections."""
+        """Reset all open connections."""
         self._loop.call_soon_threadsafe(self._break_off)
 
     def _stop(self) -> None:
@@ -123,7 +123,7 @@ class ShapedLine:
         self._writers.clear()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(2 * self.speed.delay)  # the handshake's round trip
+        await asyncio.sleep(2 * self.speed.delay)  # the round trip of the handshake
         far = socket.socket()
         _limit_socket(far)
         far.setblocking(False)
@@ -140,7 +140,7 @@ class ShapedLine:
         self._start(self._carry("down", self.speed.down, far_reader, writer))
 
     async def _carry(self, way: str, rate: float, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Read as fast as the line sends, and write each packet when it has arrived."""
+        """Read as fast as the line sends, and write each packet when it would arrive."""
         under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
         arriving = self._loop.create_task(self._arrive(under_way, writer))
         size = max(_PACKET_BYTES, int(rate * _LONGEST_PACKET_SECONDS))
@@ -158,7 +158,7 @@ class ShapedLine:
             await arriving
 
     async def _arrive(self, under_way: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter) -> None:
-        """Write packets at their time; an empty one ends the connection."""
+        """Write each packet at its time; an empty packet ends the connection."""
         try:
             while True:
                 when, packet = await under_way.get()

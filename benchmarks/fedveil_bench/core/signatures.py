@@ -33,7 +33,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
         raise ConfigError("core/signatures: expected a launcher, found none; run it as `fedveil bench core/signatures`")
     runs: dict[str, list[NoOpRun]] = {name: [] for name in WAYS}
     for repeat in range(settings["repeats"]):
-        for name in sorted(WAYS, reverse=bool(repeat % 2)):  # so that the variants take turns running first
+        for name in sorted(WAYS, reverse=bool(repeat % 2)):  # so that the variants take turns at running first
             runs[name].append(_run(settings, options, signed=WAYS[name]))
             options.say(f"{name}: {[round(s, 2) for s in runs[name][-1].seconds]} s")
     return build_outcome(runs, float(settings["asked_ratio"]))

@@ -1,7 +1,7 @@
 """Compare the memory that `fedveil doctor` plans for training with the memory that training actually used.
 
 Each row is a client round on examples of exactly task.max-tokens tokens, all of them targets, so that the plan should
-be exact and not just a bound. "compared" is the planned quantity. On a GPU, it is the peak of torch's tensors ("in
+be exact rather than just a bound. "compared" is the planned quantity. On a GPU, it is the peak of torch's tensors ("in
 use") plus the process's other GPU memory ("CUDA": the context and the libraries' own memory, for which the plan assumes
 a size); on a CPU, it is the kernel's peak (VmHWM), including all of Python. "measured" also includes the unused memory
 in the GPU allocator's blocks.

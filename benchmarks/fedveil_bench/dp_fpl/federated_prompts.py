@@ -209,7 +209,7 @@ def average_models(models: Sequence[Weights]) -> Weights:
 def _plans(config: RunConfig, rows: Mapping[str, Sequence[EncodedImage]], method: Method) -> list[SamplingPlan]:
     """Return the sampling plans of the most-charged sites; none if neither the method nor `dp.*` gives a guarantee.
 
-    A site is charged no more than another site with at least as many steps and no more rows.
+    A site is never charged more than another site that has at least as many steps and at most as many rows.
     """
     if (claim := guarantee_of(method, config)) is None:
         return []

@@ -88,7 +88,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 def from_estimate(estimate: Sequence[float], rows: int) -> ResampledMetric:
     """Return a metric with the value and 95% interval in [value, low, high], assuming normal tails on each side.
 
-    The replicates of several such metrics rise together, so the interval of their mean is as wide as their own
+    The replicates of several such metrics vary together, so the interval of their mean is as wide as their own
     intervals.
     """
     value, low, high = estimate

@@ -2,7 +2,7 @@
 
 A method in a preset names its `control`: a method in the same preset that trains the same weights and hides nothing.
 The control's gaps are not 0: a client's own training moves its model away from the mean of all clients, and a received
-model is one round older than the server's. So the control's gap is subtracted, paired by test row and seed.
+model is one round older than the server's. The control's gap is therefore subtracted, paired by test row and seed.
 
 | row of a result | verdict on its loss |
 |---|---|

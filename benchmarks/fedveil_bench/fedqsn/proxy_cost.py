@@ -37,7 +37,7 @@ from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _ASKED = 0.25  # required GB/s of fp32 weights on two cores
 _MOST_COPIES = 5.0  # maximum time for a large model on a GPU, in multiples of a copy
-_ROOM = 3  # memory as a multiple of the weights: the weights, the clone, and the codes with uncoded parts
+_ROOM = 3  # required memory, as a multiple of the weights: the weights, the clone, and the codes with the uncoded parts
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:

@@ -59,7 +59,7 @@ class NonMembers:
 
 
 class ControlYardstick:
-    """LiRA, with shadow models trained on random halves of `pool`: the members and as many held-out rows."""
+    """LiRA, with shadow models trained on random halves of `pool`, which has the members and as many held-out rows."""
 
     def __init__(self, task: Task, initial: Weights, pool: Rows, count: int, seed: int) -> None:
         def train(indices: list[int], number: int) -> Weights:
@@ -73,7 +73,10 @@ class ControlYardstick:
         self._index = {id(row): i for i, row in enumerate(pool)}
 
     def scores(self, rows: Rows, losses: Numbers) -> Numbers:
-        """Return LiRA's scores for `rows`, which are in the pool. `losses` are theirs under the attacked model."""
+        """Return LiRA's scores for `rows`, which are in the pool.
+
+        `losses` are their losses under the attacked model.
+        """
         known = [i for i, row in enumerate(rows) if id(row) in self._index]
         at = [self._index[id(rows[i])] for i in known]
         return lira.lira_scores(lira.target_confidence(losses[known]), self._phi[:, at], self._members[:, at])
@@ -123,7 +126,7 @@ class FedRandAdversary:
                 pair = mine[attack], theirs[attack]
                 if labels and not prefix:
                     pair = membership.center_scores(*pair, labels, self.non_members.labels)
-                if min(map(len, pair)):  # no label may have rows on both sides
+                if min(map(len, pair)):  # it may be that no label has rows on both sides
                     figures[prefix + attack] = self._auroc(*pair, target.name, draw)
         return figures
 

@@ -76,7 +76,7 @@ def run_and_score(
 
     Args:
         every: number of rounds between two points; with 0, the rounds run without scoring, and there is no curve.
-        score: scores the server's model; must be cheap, because it is called for each point.
+        score: scores the server's model; it must be cheap, because it is called for each point.
         tell: called after each round.
     """
     points: list[CurvePoint] = []

@@ -1,8 +1,8 @@
-"""The losses of a model on each test source, so that a table's intervals cover the test rows as well as the seeds.
+"""A model's losses on each test source, so that a table's intervals cover the test rows as well as the seeds.
 
-The sources are drawn with replacement, with the same draws for every row of a table and every seed: all score the same
-sources, so differences are paired by source and seed (`resampling`). A result file keeps the losses, from which anyone
-can repeat the bootstrap.
+The sources are drawn with replacement, with the same draws for every row of a table and every seed. All of them score
+the same sources, so differences are paired by source and seed (`resampling`). A result file contains the losses, so
+that anyone can repeat the bootstrap.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedveil_bench.common import resampling
 from fedveil_bench.common.resampling import Numbers, ResampledMetric
 
 _TEST = 9  # names the random draws
-_CLOSE = 1e-3  # relative: padding changes sums of floats in the last digits
+_CLOSE = 1e-3  # relative tolerance, because padding changes the last digits of sums of floats
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class SourceLosses:
         return float(self.nats.sum() / self.tokens.sum())
 
     def agrees_with(self, loss: float) -> bool:
-        """Tell whether the mean is the loss that the task computed on the same rows."""
+        """Return whether the mean equals the loss that the task computed on the same rows."""
         return abs(self.mean - loss) <= _CLOSE * abs(loss)
 
     def to_json(self) -> dict[str, str]:
-        """Return both as base64 of little-endian 32-bit floats."""
+        """Return both arrays as base64 of little-endian 32-bit floats."""
         return {"nats": _encode(self.nats), "tokens": _encode(self.tokens)}
 
     @classmethod
@@ -83,7 +83,7 @@ def resample_losses(values: Sequence[float], losses: Sequence[SourceLosses]) -> 
 
 
 def in_result(losses: Sequence[SourceLosses]) -> dict[str, Any]:
-    """Return what a result's row keeps: the tokens of each source, and for every seed its losses."""
+    """Return the part that a result's row stores: each source's tokens, and each seed's losses."""
     return {"tokens": _encode(losses[0].tokens), "nats": [_encode(each.nats) for each in losses]}
 
 

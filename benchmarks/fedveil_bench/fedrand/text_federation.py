@@ -1,4 +1,4 @@
-"""A seed's federations on text, and their models' scores; they share the rows, the split and the initial weights."""
+"""A seed's federations on text, which share the rows, the split and the initial weights, and their models' scores."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class TextFederationSeed:
             losses = source_losses.measure_losses(task, weights, self._test, parse(self._flat).task.source_column)
             if losses.agrees_with(scores[name]):
                 found[name] = losses.to_json()
-            else:  # a task may cut rows otherwise when it scores them
+            else:  # a task may truncate rows differently when it scores them
                 self._options.say(
                     f"seed {self._number}: {name}: the loss by source is {losses.mean:.4f}, the score is "
                     f"{scores[name]:.4f}; its interval will not cover the test rows"
@@ -194,7 +194,7 @@ class TextFederationSeed:
 
     @cached_property
     def _test(self) -> Examples:
-        """Return the rows of the first evaluate.eval-examples sources: the same in every seed."""
+        """Return the rows of the first evaluate.eval-examples sources, which are the same in every seed."""
         return self._part("test", parse(self._flat).evaluate.eval_examples)
 
     @cached_property
@@ -210,7 +210,7 @@ class TextFederationSeed:
         return self._part("validation", self._settings.get("rate_test"))
 
     def _part(self, split: str, sources: int | None) -> Examples:
-        """Return the rows of a split; if `sources` is given, only the rows of that many first sources."""
+        """Return the rows of a split; if `sources` is given, only the rows of the first `sources` sources."""
         config = parse(self._flat)
         found = self._task(config).examples(self._folder, split)
         if sources is None:

@@ -87,7 +87,7 @@ class _Cut:
 
     @classmethod
     def of(cls, examples: Examples, settings: Mapping[str, Any], seed: int, alike: bool) -> _Cut:
-        """Draw rows of one kind for each candidate, and rows for none; with `alike`, draw from all rows at random."""
+        """Draw rows of one kind per candidate, and rows that match none; with `alike`, draw all rows at random."""
         sites = [f"site-{i:02d}" for i in range(settings["clients"])]
         names = [*sites, *(f"absent-{i:02d}" for i in range(settings["absent"])), _NOBODY]
         size, known = settings["rows_a_site"], settings["rows_known"]
@@ -156,5 +156,5 @@ def _measured(
 
 
 def _area(scores: np.ndarray, truth: np.ndarray) -> float:
-    """Return the AUROC for rounds with a site versus those without it; 0.5 if it was in all, as that shows nothing."""
+    """Return the AUROC for rounds with a site versus those without it; 0.5 if it was in all rounds."""
     return area_under_roc(scores[truth], scores[~truth]) if 0 < truth.sum() < truth.size else 0.5

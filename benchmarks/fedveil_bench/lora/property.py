@@ -97,7 +97,7 @@ class _Cut:
 
     @classmethod
     def of(cls, examples: Examples, settings: Mapping[str, Any], seed: int, meaningless: bool) -> _Cut:
-        """Give the sites, in random order, evenly spaced shares from s to 1 - s; s = `settings["least_share"]`."""
+        """Assign evenly spaced shares from s to 1 - s to the sites, in random order; s = `settings["least_share"]`."""
         count, size = settings["clients"], settings["rows_a_site"]
         stream = rng.RandomStream.derive(bytes(32), seed, "", "sites")
         pools: dict[bool, list[Example]] = {True: [], False: []}

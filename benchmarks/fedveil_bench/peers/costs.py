@@ -47,7 +47,7 @@ class PeerCosts:
 
 
 def measure_costs(federation: Any, server: str, site: str, run: Callable[[], T]) -> tuple[T, PeerCosts]:
-    """Return what `run` returns, and what it cost.
+    """Return the result of `run`, and its costs.
 
     Args:
         federation: a federation that has both processes, and a relay between them.

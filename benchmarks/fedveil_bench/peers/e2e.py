@@ -114,7 +114,7 @@ def _run(
 
 
 def build_outcome(done: Mapping[str, Sequence[PeerRun]], settings: Mapping[str, Any], note: str = "") -> BenchOutcome:
-    """Return the rows and verdicts for the runs, by system and seed; figures where a peer is better are stated too.
+    """Return the rows and verdicts for the runs, by system and seed; the verdicts also state where a peer is better.
 
     Args:
         note: a sentence about NVFlare's environment; there is no claim about an omitted peer.

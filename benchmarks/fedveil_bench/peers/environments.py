@@ -50,7 +50,7 @@ class PeerEnvironment:
 
     Attributes:
         python: its Python interpreter, or None if there is none, so the row is omitted.
-        said: a sentence about problems; "" if there are no problems.
+        said: a sentence about problems with the environment; "" if there are none.
     """
 
     python: Path | None

@@ -1,7 +1,7 @@
 """NVIDIA FLARE on the same work: stock_nvflare/ is the job, and runs in a separate environment.
 
 The server and sites are provisioned, with keys and mutual TLS, and started with the scripts in their startup kits: each
-has one permanent process, and one more per job.
+has one permanent process, and another one per job.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def build_project(port: int, relay: int, sites: int) -> str:
 def redirect_stores(resources: str, folder: Path) -> str:
     """Return the server's resources, with jobs and snapshots in `folder`.
 
-    By default, all servers on a machine share a folder, and a server first runs any jobs that a killed one left there.
+    By default, all servers on a machine share a folder, and a server first runs any jobs that a killed server left
+    there.
 
     Raises:
         ConfigError: the resources do not name that default folder.

@@ -46,7 +46,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[DataRequirement]:
-    """Return no requirements: nothing is read."""
+    """Return no requirements, because this benchmark reads no data."""
     return []
 
 

@@ -6,11 +6,12 @@ kinds of training draw at the same rate and read as many rows in a step. Each ha
 | row of the table | unit that is protected at epsilon | how |
 |---|---|---|
 | no noise | none | plain steps of clipped gradients of rows |
-| a row | one row; "epsilon of a unit" is what a unit then has | rows are drawn, each row's gradient is clipped |
+| a row | one row; "epsilon of a unit" is the resulting epsilon of a unit | rows are drawn, each row's gradient is
+  clipped |
 | a unit | all k rows of a unit | units are drawn, each unit's mean gradient is clipped |
-| a unit, by its rows | all k rows of a unit | as "a row", with the noise by which a unit of k rows has the epsilon
+| a unit, by its rows | all k rows of a unit | as "a row", with the noise at which a unit of k rows has that epsilon
   (unit_epsilon.py) |
-| round 0 | - | the initial model: the control. If the model without noise is no better, the others say nothing |
+| round 0 | - | the initial model, as the control: if the model without noise is no better, the other rows say nothing |
 
 z is the noise multiplier, in units of the clip bound. A step divides its noise by the rows or units of a batch.
 "CPU s" is the CPU time of all steps of both sites, in one thread.
@@ -58,7 +59,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """Return the requirements: rows of the sites, and test rows; the base."""
+    """Return the requirements: rows for the sites, test rows, and the base."""
     needed = [data.DataRequirement(name, ("train", "test")) for name in settings["data"]]
     return [*needed, *data.list_base_requirements(settings)]
 
@@ -82,7 +83,7 @@ def compute_noises(settings: Mapping[str, Any], rows: int) -> dict[str, float]:
 
 
 def _drawn(settings: Mapping[str, Any]) -> tuple[float, int]:
-    """Return the rate at which a step draws units, or rows, and the number of steps."""
+    """Return the rate at which a step draws units or rows, and the number of steps."""
     config = settings["config"]
     return settings["units_a_step"] / settings["units_a_site"], config["run.rounds"] * config["train.max-steps"]
 
@@ -112,17 +113,17 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[
 
 
 def _keys(settings: Mapping[str, Any], kind: str, rows: int, z: float) -> dict[str, Any]:
-    """Return the run config of a kind of guarantee: rows are drawn in units' place, at the same rate."""
+    """Return the run config for a kind of guarantee; it draws rows at the same rate as units."""
     batch = settings["units_a_step"] * (1 if kind == UNIT else rows)
     own = {"dp.unit-column": _COLUMN, "dp.unit-rows": rows} if kind == UNIT else {}
     return {**settings["config"], **own, "train.batch-size": batch, "dp.noise-multiplier": z}
 
 
 def draw_units(values: Sequence[str], sites: int, units: int, rows: int, seed: int) -> list[list[list[int]]]:
-    """Return for each site its units, each as the places of `rows` rows with the same value; no unit is at two sites.
+    """Return each site's units, each as the positions of `rows` rows with the same value; no unit is at two sites.
 
     Raises:
-        ConfigError: too few values have so many rows.
+        ConfigError: too few values have that many rows.
     """
     places: dict[str, list[int]] = {}
     for place, value in enumerate(values):
@@ -141,7 +142,7 @@ def draw_units(values: Sequence[str], sites: int, units: int, rows: int, seed: i
 
 @dataclass(frozen=True)
 class _DrawnRows:
-    """The rows of each site, unit by unit, and the test rows."""
+    """The rows of each site, ordered by unit, and the test rows."""
 
     sites: tuple[tuple[Example, ...], ...]
     test: tuple[Example, ...]

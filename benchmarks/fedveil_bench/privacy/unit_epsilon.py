@@ -1,16 +1,16 @@
-"""The epsilon of a unit whose k rows are drawn one by one: the tightest published charge of steps on rows.
+"""The epsilon of a unit whose k rows are drawn independently: the tightest published charge for steps on rows.
 
-With rows drawn at the rate q, binomially many of the unit's k rows are in a step, and each moves the sum by at most 1
-in units of the clip bound. Under replace-one-unit a step has the pair
+If rows are drawn at the rate q, a binomial number of the unit's k rows is in a step, and each of them moves the sum by
+at most 1, in units of the clip bound. Under replace-one-unit a step has the pair
 
     P = sum_i Binom(i; k, q) N(-i, z^2),     Q = sum_i Binom(i; k, q) N(i, z^2)
 
 (Charles et al. 2024, Fine-Tuning Large Language Models with User-Level Differential Privacy, for one order; Schuchardt
-et al. 2024, Unified Mechanism-Specific Amplification by Subsampling and Group Privacy Amplification). It is its own
-reverse, and q must not depend on the data. It charges less than group privacy from the epsilon of a row.
+et al. 2024, Unified Mechanism-Specific Amplification by Subsampling and Group Privacy Amplification). The pair is its
+own reverse, and q must not depend on the data. It charges less than group privacy does from the epsilon of a row.
 
 Losses are rounded up to a grid, and steps compose by FFT. Losses that are too large for the grid count as failures. So
-the figure is an upper bound but for the rounding of fp64.
+the figure is an upper bound, apart from fp64 rounding.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from scipy.stats import binom, norm
 
 __all__ = ["compute_unit_epsilon", "noise_for_unit"]
 
-_GRID, _SPAN = 2e-4, 2**20  # of losses: from -105 to 105
-_POINTS, _DEVIATIONS = 200_001, 12.0  # of the outcomes of a step, beyond the means
-_SHARE = 1e-3  # of delta, at most, for a step's largest losses, and as much for sums beyond the grid
+_GRID, _SPAN = 2e-4, 2**20  # grid of losses, from -105 to 105
+_POINTS, _DEVIATIONS = 200_001, 12.0  # grid of a step's outcomes, and how far it extends beyond the means
+_SHARE = 1e-3  # maximum fraction of delta for a step's largest losses, and for sums beyond the grid
 
 
 def compute_unit_epsilon(rate: float, rows: int, z: float, steps: int, delta: float) -> float:
@@ -37,7 +37,8 @@ def compute_unit_epsilon(rate: float, rows: int, z: float, steps: int, delta: fl
     log_p, log_q = (logsumexp(weights + norm.logpdf(outcomes, sign * drawn, z), axis=0) for sign in (-1, 1))
     places, masses = np.ceil((log_p - log_q) / _GRID).astype(int), np.exp(log_p) / np.exp(log_p).sum()
     share = delta * _SHARE
-    is_kept = steps * np.cumsum(masses) > share  # losses fall as outcomes grow: the first are the largest, and rarest
+    # Losses fall as outcomes grow, so the first ones are the largest and rarest.
+    is_kept = steps * np.cumsum(masses) > share
     places, masses, lost = places[is_kept], masses[is_kept], steps * float(masses[~is_kept].sum())
     wrapped = _chance_beyond_the_grid(places * _GRID, masses, steps)
     if wrapped > share:
@@ -46,7 +47,7 @@ def compute_unit_epsilon(rate: float, rows: int, z: float, steps: int, delta: fl
 
 
 def noise_for_unit(rate: float, rows: int, steps: int, epsilon: float, delta: float) -> float:
-    """Return the smallest noise multiplier, to 0.1 % and on the private side, whose epsilon is at most `epsilon`."""
+    """Return the smallest noise multiplier whose epsilon is at most `epsilon`, to within 0.1 % on the private side."""
     low, high = 0.05, 100.0
     while high / low > 1.001:
         middle = math.sqrt(low * high)

@@ -79,7 +79,7 @@ class ProcessUsage:
     timeline: list[tuple[float, dict[str, float]]] = field(default_factory=list)
 
     def __enter__(self) -> Self:
-        self._look()  # processes that are already running count from now on
+        self._look()  # processes that are already running are counted from now on
         for seen in self.seen.values():
             _read(seen, self.shared)
         self._before = self._cpu()

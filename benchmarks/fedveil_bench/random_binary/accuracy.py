@@ -57,7 +57,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
     asked = list(_asked(settings, options))
     with tempfile.TemporaryDirectory() as folder:
         vit = from_scratch(settings["model"], settings["classes"], Path(folder) / "vit")
-        # The methods for a base and a seed run one after another, so caching one start is enough.
+        # The methods for a base and a seed run one after another, so caching a single starting point is enough.
         begun = lru_cache(1)(lambda base, seed: federation.prepare_start(settings, vit, base, seed, options))
 
         def measure(base: str, method: str, seed: int) -> dict[str, Any]:

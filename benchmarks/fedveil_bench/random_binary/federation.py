@@ -138,7 +138,7 @@ def unpack_correct(right: str, rows: int) -> list[float]:
 
 
 def _new_head(trained: Weights, other: Weights) -> dict[str, torch.Tensor]:
-    """Return the trained body with a different head, because pretraining teaches the features, not the classes."""
+    """Return the trained body with a new head, because pretraining teaches features, not these classes."""
     return {name: other[name] if name.startswith("classifier.") else w for name, w in trained.items()}
 
 

@@ -69,7 +69,7 @@ _RECOVERED = 30.0  # dB: above this, the image is unmistakable
 _EXACT = 60.0  # dB: off by less than one of 256 gray levels
 _SHOWN = 8  # images in a row of the contact sheet
 _ROWS = 6  # names the random draws
-_SMALLEST = 11  # minimum pixels per side for SSIM's window
+_SMALLEST = 11  # minimum number of pixels per side for SSIM's window
 
 Images = Tensor  # (images, channels, height, width)
 

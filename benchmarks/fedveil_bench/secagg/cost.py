@@ -199,7 +199,8 @@ def _over_grpc(sites: int, settings: dict[str, Any], options: BenchOptions) -> l
                 rows.append(_measure_rounds(federation, kind, sites, 0, scratch, settings))
                 options.say(json.dumps(rows[-1]))
         if sites - 1 >= max(3, SecAggConfig(least=3).quorum(sites)):
-            (empty := Path(scratch) / "empty").mkdir()  # a site without rows gives its key, and fails before it masks
+            # A site without rows announces its key, and then fails before it masks.
+            (empty := Path(scratch) / "empty").mkdir()
             with options.launch.LocalDeployment(_sites(sites, options, empty)) as federation:
                 rows.append(_measure_rounds(federation, "secure, 1 silent", sites, 1, scratch, settings))
                 options.say(json.dumps(rows[-1]))

@@ -56,7 +56,7 @@ def measure_psnr(settings: Mapping[str, Any], seed: int, options: BenchOptions) 
         examples = task.examples(data.find_data_folder(settings["data"]), "test")
         sites = settings["sites"]
         pictures = task.encode(examples[seed * sites : (seed + 1) * sites])
-        last = settings["most_seeds"] * sites  # the mean uses no image of any seed
+        last = settings["most_seeds"] * sites  # the mean excludes the images of all seeds
         others = task.encode(examples[last : last + settings["mean_of"]])
         rows = {f"site-{i}": [picture] for i, picture in enumerate(pictures)}
         exchange = MessageExchange(method, config.method.name, task.spec)

@@ -66,7 +66,7 @@ class _Adversary:
     def attacked(self, view: AdversaryView, other: int = 0) -> dict[str, ResampledMetric]:
         """Run both attacks on each site's examples.
 
-        With `other`, each attack is run against the upload of the site `other` places further on.
+        With `other`, each attack is run on the upload of the site that comes `other` places later.
         """
         sites, each = list(self._members), dict[str, list[ResampledMetric]]()
         for i, site in enumerate(sites):

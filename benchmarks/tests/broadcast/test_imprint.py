@@ -24,7 +24,7 @@ def found():
 
 @pytest.mark.long
 def test_the_controls_stand(found):
-    assert found["crafted, after a ramp of 1"][0]["rows"] == 1.0  # what comes in the end is the crafted pair
+    assert found["crafted, after a ramp of 1"][0]["rows"] == 1.0  # the ramp ends at the crafted pair
     assert found["honest broadcast"][0] == {"rows": 0.0, "false": 0.0, "change": 0.0, "norm": 1.0}
 
 

@@ -1,4 +1,4 @@
-"""Tables of broadcasts on pages: each of their figures is that of the committed result."""
+"""Tables of broadcasts on pages: all figures agree with the committed result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server that takes several rounds, on a tensor of one entry."""
+"""The server that combines several rounds, on a tensor of one entry."""
 
 from __future__ import annotations
 

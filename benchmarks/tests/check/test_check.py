@@ -1,4 +1,4 @@
-"""The committed results, recomputed without the benchmarks' own code; a changed figure is found."""
+"""The committed results, recomputed without the benchmarks' code; a changed figure is detected."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def replace_text(result: dict, old: str, new: str) -> None:
     result["verdicts"] = [sentence.replace(old, new) for sentence in result["verdicts"]]
 
 
-# What is changed: a row's metric by a number, or a text of a sentence into another.
+# The changes: a row's metric to a number, or a text in a sentence to another text.
 CHANGES = {
     "a seed": ("lora_viggo", ("FedRand", "loss", "seeds", 0.001)),
     "a mean": ("fedqsn_table2", ("w = 1 gap", "loss", "mean", 0.001)),

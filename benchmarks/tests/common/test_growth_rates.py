@@ -1,4 +1,4 @@
-"""Exponents and slopes, by hand and against lines that are known."""
+"""Exponents and slopes, compared with values by hand and with known lines."""
 
 from __future__ import annotations
 

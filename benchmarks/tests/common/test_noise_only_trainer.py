@@ -1,4 +1,4 @@
-"""The control that sees no row."""
+"""The control that trains without data."""
 
 from __future__ import annotations
 

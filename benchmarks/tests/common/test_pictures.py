@@ -1,4 +1,4 @@
-"""The pictures of the presets: which of them the federated data have."""
+"""The pictures of the presets: which of them the federated data contain."""
 
 from __future__ import annotations
 
@@ -51,6 +51,6 @@ def test_public_pictures_are_nobody_s():
         rows = pictures.load_examples("caltech-caption", "train")
     except ConfigError:
         pytest.skip("the benchmark's data are not here")
-    assert len(rows) == 1957  # of 2454, 497 are what the base has seen
+    assert len(rows) == 1957  # the base was trained on 497 of 2454
     first = pictures.load_examples("caltech-choice", "test")[0]
     assert first["choices"][first["answer"]] == first["label"]

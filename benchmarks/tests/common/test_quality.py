@@ -1,4 +1,4 @@
-"""NIST and BLEU from sums over sources, beside those of the whole corpus; the scores of what a model writes."""
+"""NIST and BLEU from sums over sources compared with those of the whole corpus; scores of a model's texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures and their replicates: against naive twins, and the sentences derived from them."""
+"""Figures and their replicates compared with simple references, and the sentences derived from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases are measured once, whatever comes between."""
+"""Each case is measured only once, whatever interrupts the benchmark."""
 
 from __future__ import annotations
 

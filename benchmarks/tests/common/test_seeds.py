@@ -1,4 +1,4 @@
-"""A seed in a process of its own: what it answers, and what becomes of its errors."""
+"""A seed in a separate process: its answer, and the handling of its errors."""
 
 from __future__ import annotations
 

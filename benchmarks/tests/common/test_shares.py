@@ -1,4 +1,4 @@
-"""Exact intervals and words of shares."""
+"""Exact intervals of shares, and their text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts of the presets: rows of each split, and a choice of sources."""
+"""Texts of the presets: the rows of each split, and a selection of sources."""
 
 from __future__ import annotations
 

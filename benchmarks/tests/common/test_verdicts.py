@@ -1,4 +1,4 @@
-"""Words about figures: methods that are alike are told apart in less than one table of twenty, others are."""
+"""Verdicts on figures: equal methods are told apart in less than one of twenty tables, different ones reliably."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_ordering_says_what_the_figures_say():
 
 CLAIMS = [
     ("equal", (0.1, -0.2, 0.1), 2.0, verdicts.HOLDS),
-    ("equal", (0.9, 1.0, 1.1), 2.0, verdicts.HOLDS),  # told apart from 0, and within the margin
+    ("equal", (0.9, 1.0, 1.1), 2.0, verdicts.HOLDS),  # different from 0, and within the margin
     ("equal", (1.0, -1.5, 1.0), 2.0, verdicts.OPEN),  # 0 is in the interval, and so is 3
     ("equal", (1.0, 1.9, 1.5), 2.0, verdicts.OPEN),
     ("equal", (4.0, 4.1, 4.2), 2.0, verdicts.FAILS),
@@ -169,7 +169,7 @@ def test_the_rows_count_beside_the_seeds():
 
 CONTROLS = [
     ("won", (0.70, 0.71, 0.72), "held"), ("won", (0.40, 0.41, 0.42), "NOT HELD"),
-    ("won", (0.51, 0.52, 0.515), "NOT HELD"),  # it tells rows apart, by next to nothing
+    ("won", (0.51, 0.52, 0.515), "NOT HELD"),  # it separates rows, but barely
     ("won", (0.51, 0.95, 0.70), "not decided"),
     ("lost", (0.49, 0.50, 0.51), "held"), ("lost", (0.60, 0.61, 0.62), "NOT HELD"),
     ("lost", (0.40, 0.41, 0.42), "NOT HELD"), ("lost", (0.53, 0.54, 0.55), "not decided"),

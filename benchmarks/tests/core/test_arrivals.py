@@ -1,4 +1,4 @@
-"""A simulated round: by hand for one site, and what each shared thing does to many."""
+"""A simulated round: values by hand for one site, and the effect of each shared resource on many sites."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The points of core/faults, and what is said of how they ended. The runs themselves are its own."""
+"""The points of core/faults, and the statements about their outcomes. core/faults itself makes the runs."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_the_killer_kills_what_it_is_shown_once_the_event_is_seen_as_often_as_as
     with subprocess.Popen(["sleep", "60"]) as victim:
         found = ProcessKiller(point, lambda: looked.set() or [victim.pid], lambda: tmp_path.glob("turn-*"))
         found.start()
-        assert looked.wait(60)  # what is there before does not count
+        assert looked.wait(60)  # files that exist before do not count
         (tmp_path / "turn-0").touch()  # at once: of a file that grows each size is an event
         time.sleep(0.2)
         assert victim.poll() is None

@@ -1,4 +1,4 @@
-"""The CPU of a waiting site, by hand."""
+"""CPU use of a waiting site, compared with values by hand."""
 
 from __future__ import annotations
 

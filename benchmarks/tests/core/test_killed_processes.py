@@ -1,4 +1,4 @@
-"""Six points of core/faults: real runs of which one process is killed end as undisturbed ones do."""
+"""Six points of core/faults: real runs in which one process is killed end like undisturbed runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cases of core/scale, small; and that their Grid makes replies one at a time."""
+"""Small versions of the cases in core/scale, whose Grid makes replies one at a time."""
 
 from __future__ import annotations
 

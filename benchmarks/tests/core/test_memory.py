@@ -1,4 +1,4 @@
-"""The plan of memory beside what core/memory measured."""
+"""The memory plan compared with the measurements of core/memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of rounds that train nothing, by hand."""
+"""The table of rounds without training, compared with values by hand."""
 
 from __future__ import annotations
 

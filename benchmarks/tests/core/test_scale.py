@@ -1,4 +1,4 @@
-"""What core/scale says of its rows: exponents, pieces, and the costs that the simulated arrivals are given."""
+"""Statements of core/scale about its rows: exponents, parts, and the costs given to simulated arrivals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The slow line of core/wan: what it carries arrives unchanged, at its speed, and breaks when it says so."""
+"""The slow line of core/wan delivers data unchanged and at its speed, and its connections break off as configured."""
 
 from __future__ import annotations
 

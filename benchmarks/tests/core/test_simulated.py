@@ -1,4 +1,4 @@
-"""Rows of core/simulation, of an engine that is the test's."""
+"""Rows of core/simulation, from an engine that the test provides."""
 
 from __future__ import annotations
 

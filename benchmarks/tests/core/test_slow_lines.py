@@ -1,4 +1,4 @@
-"""Federations over slow lines, with real processes: a run ends, and a line that is only slow is not taken for dead."""
+"""Federations over slow lines, with real processes: a run ends, and a slow line is not mistaken for a dead one."""
 
 from __future__ import annotations
 
@@ -63,5 +63,5 @@ def test_a_run_over_a_slow_line_completes(speed, breaks, tmp_path):
     for line in carried.values():
         if breaks:
             assert line["breaks"] >= 3
-        else:  # one for polls, and one for what is large, which is opened anew after a minute without a part
+        else:  # one for polls, and one for large messages, which is reopened after a minute without a part
             assert line["connections"] <= 2 + CONFIG["run.rounds"]

@@ -1,4 +1,4 @@
-"""The soak's samples, rows and verdicts, of a federation that is a few processes of the test."""
+"""The soak test's samples, rows and verdicts, from a federation of a few processes of the test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo over seeds: a small seed runs in process, and claims and figures are those of its runs."""
+"""The demo over seeds: a small seed runs in process, and claims and figures agree with its runs."""
 
 from __future__ import annotations
 

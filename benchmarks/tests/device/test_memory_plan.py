@@ -1,4 +1,4 @@
-"""The plan of memory beside what was taken: the bound's words by hand, and one turn of a tiny base."""
+"""The memory plan compared with measurements: the text of the bound, and one turn of a tiny base."""
 
 from __future__ import annotations
 

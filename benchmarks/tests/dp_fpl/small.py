@@ -1,4 +1,4 @@
-"""What small tables of DP-FPL have in common."""
+"""Helpers shared by small tables of DP-FPL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runners of the DP-FPL presets: figures, sentences, the control that sees no row, and small whole accuracy."""
+"""The runners of the DP-FPL presets: figures, sentences, the control without data, and small full accuracy runs."""
 
 from __future__ import annotations
 

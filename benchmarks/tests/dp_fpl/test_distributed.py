@@ -1,4 +1,4 @@
-"""Noise at the site beside noise in the sum: what is compared, and the noise of each row."""
+"""Noise at the site compared with noise in the sum, and the noise of each row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Noise for a wished epsilon, and what a row really costs."""
+"""The noise for a target epsilon, and the true cost of a row."""
 
 from __future__ import annotations
 

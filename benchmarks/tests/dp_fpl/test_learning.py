@@ -1,4 +1,4 @@
-"""dp_fpl.learning: rows kept apart, the rate that they choose, averaged rounds, controls, and a small whole table."""
+"""dp_fpl.learning: disjoint rows, the learning rate they select, averaged rounds, controls, and a small full table."""
 
 from __future__ import annotations
 

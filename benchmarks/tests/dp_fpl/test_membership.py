@@ -1,4 +1,4 @@
-"""Membership in prompts: how rows are parted, how controls are judged, and a small whole table."""
+"""Membership in prompts: the split of rows, the judgment of controls, and a small full table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client wins back by waiting, colluding and training."""
+"""The gain of a client that waits, colludes and trains."""
 
 from __future__ import annotations
 

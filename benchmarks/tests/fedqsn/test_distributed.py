@@ -1,4 +1,4 @@
-"""FedQSN's noise at the site beside noise in the sum: what is compared, and the noise of each row."""
+"""FedQSN's noise at the site compared with noise in the sum, and the noise of each row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gaps less those of their controls, on figures made here."""
+"""Gaps minus those of their controls, on made-up figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server's models and the clients' proxies, on a few rows of a data folder made here."""
+"""The server's models and the clients' proxies, on a small generated data folder."""
 
 from __future__ import annotations
 

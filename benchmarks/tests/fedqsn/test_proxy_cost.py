@@ -1,4 +1,4 @@
-"""What a proxy costs: its rows, and its bytes beside the count by hand."""
+"""The cost of a proxy: the result's rows, and its bytes compared with a count by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The matrices that proxies are compared by."""
+"""The matrices that are used to compare proxies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attacks of a seed: against which rows a model's members are scored."""
+"""The attacks of a seed: the rows with which a model's members are compared."""
 
 from __future__ import annotations
 

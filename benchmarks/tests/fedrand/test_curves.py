@@ -1,4 +1,4 @@
-"""Curves: what is scored when, what a quality costs by hand, and that scoring changes no federation."""
+"""Curves: when scores are taken, the cost of a quality by hand, and that scoring changes no federation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedRand on pictures: rows on their way between processes, and a whole small table."""
+"""FedRand on pictures: rows passed between processes, and a small full table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables on texts: a seed's rows, which learning rate is kept, what is not run twice, and what the claims say."""
+"""Tables on texts: a seed's rows, the learning rate that is kept, work that is not repeated, and the claims."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_intervals_of_losses_cover_the_test_sources_which_are_paired_and_kept(me
     over_seeds = resampling.compute_interval(on_texts.figures_of([r["FedAvg"].scores for r in done])["loss"])
     assert metric["mean"] == pytest.approx(over_seeds["mean"])
     assert metric["high"] - metric["low"] > 1.5 * (over_seeds["high"] - over_seeds["low"])
-    # All sources change alike, so that the paired difference has no noise of rows.
+    # All sources change equally, so that the paired difference has no noise from rows.
     if "loss" in metrics:
         text = next(text for text in found.verdicts if text.startswith("loss of FedRand less that of FedAvg"))
         assert "+0.100 [+0.100, +0.100]" in text

@@ -1,4 +1,4 @@
-"""One seed's federations on a few texts: what is the same for all, and what is scored on which rows."""
+"""The federations of one seed on a few texts: their common settings, and the rows that each score uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sentences from the figures of a FedRand table."""
+"""Sentences derived from the figures of a FedRand table."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_claim_is_judged_by_its_margin_and_its_pairs():
     assert claimed(near, seeded(*base)).endswith("it not lower (within 0.05): holds here.")
     assert claimed(near, seeded(*base), margin=0.005).endswith("does not hold here.")
     assert claimed(far, seeded(*base)).endswith("does not hold here.")
-    # The same values in another order are five pairs apart by their spread: nothing is told.
+    # Shuffled, the same values give five pairs with a large spread: no difference is found.
     assert claimed(seeded(*(v - 0.01 for v in reversed(base))), seeded(*base)).endswith("not decided.")
     assert claimed(seeded(*base[:2]), seeded(*base[:2])).endswith("not decided.")
 

@@ -1,4 +1,4 @@
-"""What lora/canaries says of its rows: a contradiction is said, and what is claimed is the site's ledger's."""
+"""Statements of lora/canaries about its rows: it reports contradictions, and takes its claim from the site's ledger."""
 
 from __future__ import annotations
 

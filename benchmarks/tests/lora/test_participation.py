@@ -1,4 +1,4 @@
-"""How the rows of lora/participation are cut: a kind for each candidate, and nobody's rows are another's."""
+"""The row split of lora/participation: one kind per candidate, and no row belongs to two parts."""
 
 from __future__ import annotations
 

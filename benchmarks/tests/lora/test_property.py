@@ -1,4 +1,4 @@
-"""How the rows of lora/property are cut: the attack's answer is known, and nobody's rows are another's."""
+"""The row split of lora/property: the attack's true answer is known, and no row belongs to two parts."""
 
 from __future__ import annotations
 

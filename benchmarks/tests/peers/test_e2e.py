@@ -1,4 +1,4 @@
-"""Peers at the same work: the table by hand, what a peer is given, and that its training is FedVeil's."""
+"""Peers doing the same work: the table by hand, a peer's inputs, and that its training equals FedVeil's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NVFlare's side: its environment or the words for there being none, its description, and what its job leaves."""
+"""NVFlare: its environment or the message that it is missing, its description, and the output of its job."""
 
 from __future__ import annotations
 

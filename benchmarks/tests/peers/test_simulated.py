@@ -1,4 +1,4 @@
-"""Beside pfl-research's simulator: both get the same work, and what is not there is said."""
+"""pfl-research's simulator: both get the same work, and missing parts are reported."""
 
 from __future__ import annotations
 

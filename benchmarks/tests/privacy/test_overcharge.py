@@ -1,4 +1,4 @@
-"""The figures before: those that the accountant charged, as they were noted with it."""
+"""Earlier figures: those that the accountant charged at the time."""
 
 from __future__ import annotations
 

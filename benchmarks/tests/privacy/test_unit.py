@@ -1,4 +1,4 @@
-"""How privacy/unit cuts its rows, the noise of each kind of guarantee, and the epsilon of a unit by its rows."""
+"""The row split of privacy/unit, the noise of each kind of guarantee, and the epsilon of a unit by its row count."""
 
 from __future__ import annotations
 

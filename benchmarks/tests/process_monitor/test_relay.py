@@ -1,4 +1,4 @@
-"""The relay between sites and server: what it counts, and what it cuts."""
+"""The relay between sites and server: its counts, and the connections that it cuts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process holds, and what it is."""
+"""The kind of a process, and the resources that it uses."""
 
 from __future__ import annotations
 

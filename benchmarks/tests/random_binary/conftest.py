@@ -1,4 +1,4 @@
-"""A data folder of pictures of noise, for every test here."""
+"""A data folder of noise pictures, for all tests in this folder."""
 
 from __future__ import annotations
 

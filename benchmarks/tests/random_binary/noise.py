@@ -1,4 +1,4 @@
-"""Pictures of noise, and a ViT for them."""
+"""Noise pictures, and a ViT for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of a table of accuracy that trains in seconds."""
+"""Settings of an accuracy table that trains in seconds."""
 
 from __future__ import annotations
 

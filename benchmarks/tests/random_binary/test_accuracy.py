@@ -1,4 +1,4 @@
-"""The table of accuracy: its order, its pieces, its claims and its counts."""
+"""The accuracy table: its order, its parts, its claims and its counts."""
 
 from __future__ import annotations
 

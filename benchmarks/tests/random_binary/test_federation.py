@@ -1,4 +1,4 @@
-"""One federation: its curve, its counts by Eq. 13, and what its bases start from."""
+"""One federation: its curve, its counts by Eq. 13, and the starting point of its bases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figure of the table of accuracy."""
+"""The figure of the accuracy table."""
 
 from __future__ import annotations
 

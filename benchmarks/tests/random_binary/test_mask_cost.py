@@ -1,4 +1,4 @@
-"""What a mask costs."""
+"""The cost of a mask."""
 
 from __future__ import annotations
 

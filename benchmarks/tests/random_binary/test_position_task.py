@@ -1,4 +1,4 @@
-"""Pictures whose class is a place, and a ViT that is blind to places."""
+"""Pictures whose class is a position, and a ViT that cannot see positions."""
 
 from __future__ import annotations
 

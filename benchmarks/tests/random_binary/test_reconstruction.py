@@ -1,4 +1,4 @@
-"""Images rebuilt from gradients: closed forms, matching, and how a case is judged."""
+"""Images reconstructed from gradients: closed forms, matching, and the verdict on a case."""
 
 from __future__ import annotations
 

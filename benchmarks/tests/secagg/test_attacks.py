@@ -1,4 +1,4 @@
-"""The preset's runner: what is won in the clear is lost under masks, won again without them, and judged so."""
+"""The preset's runner: attacks that succeed in the clear fail under masks, succeed without masks, and are judged so."""
 
 from __future__ import annotations
 

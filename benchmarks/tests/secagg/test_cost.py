@@ -1,4 +1,4 @@
-"""The figures of one attempt: all of them there, and a sum that was really opened."""
+"""The figures of one attempt: all are present, and the sum was really opened."""
 
 from __future__ import annotations
 

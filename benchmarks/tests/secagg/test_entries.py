@@ -1,4 +1,4 @@
-"""The preset's runner: with the table no entry is of too few sites; where sites draw, some are; bytes are counted."""
+"""The preset's runner: with the table, every entry has enough sites; if sites draw, some do not; bytes are counted."""
 
 from __future__ import annotations
 

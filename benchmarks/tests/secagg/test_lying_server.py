@@ -1,4 +1,4 @@
-"""The preset's runner: each control is won, the code as it is is not, and the counts are the same every time."""
+"""The preset's runner: every control succeeds, the real code withstands, and the counts are reproducible."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     PAE(type, payload) = "DSSEv1" SP LEN(type) SP type SP LEN(payload) SP payload        LEN: decimal, of bytes
 
 The signature covers the PAE, not the JSON around it. DSSE does not prescribe the format of that JSON, and does not sign
-key names. Here the JSON has one canonical form, so that any changed byte is detected: sorted keys, an indent of one
-space, canonical base64, and signatures sorted by `keyid`, which is the key's fingerprint.
+key names. Here the JSON has a single canonical form, so that any changed byte is detected: sorted keys, an indent of
+one space, canonical base64, and signatures sorted by `keyid`, which is the key's fingerprint.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DsseSignature(BaseModel):
 
 
 class DsseEnvelope(BaseModel):
-    """A payload with its signatures, as in the JSON: `payload` and each `sig` are base64."""
+    """A payload with its signatures, as they appear in the JSON: `payload` and each `sig` are base64."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
 

@@ -2,7 +2,7 @@
 
 | in the folder | in the statement |
 |---|---|
-| every file except the envelope, also in subfolders | a subject, with its SHA-256 |
+| every file except the envelope, including those in subfolders | a subject, with its SHA-256 |
 | the card, privacy.json | a subject, and the predicate |
 | a link, or anything else that is not a plain file | refused: its content could differ on another machine |
 """
@@ -64,13 +64,11 @@ def digest_files(folder: Path) -> dict[str, str]:
         name = path.relative_to(folder).as_posix()
         mode = path.lstat().st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            raise StateError(
-                f"{folder}: expected plain files, found {sanitize(name, 200)}, which is not one; remove it"
-            )
+            raise StateError(f"{folder}: {sanitize(name, 200)} is not a plain file; remove it")
         if stat.S_ISREG(mode) and name != NAME:
             file_hashes[name] = digests.digest_file(path)
         if len(file_hashes) > _MOST_FILES:
-            raise StateError(f"{folder}: expected at most {_MOST_FILES} files, found more; name a model's folder")
+            raise StateError(f"{folder}: it contains more than {_MOST_FILES} files; give a model's folder")
     return file_hashes
 
 

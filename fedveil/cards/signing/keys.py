@@ -18,7 +18,10 @@ _MAKE = 'create one with ssh-keygen -t ed25519 -N "" -f key'
 
 
 def read_private_key(file: Path) -> Ed25519PrivateKey:
-    """Read the private key in a file. Raises ConfigError for a different kind of key, a passphrase, or no key."""
+    """Read the private key in a file.
+
+    Raises ConfigError if it is another kind of key, has a passphrase, or is not a key.
+    """
     data = _read(file)
     try:
         if b"BEGIN OPENSSH PRIVATE KEY" in data:
@@ -33,7 +36,7 @@ def read_private_key(file: Path) -> Ed25519PrivateKey:
 
 
 def read_public_key(file: Path) -> Ed25519PublicKey:
-    """Read the public key in a file. Raises ConfigError for a different kind of key, or no key."""
+    """Read the public key in a file. Raises ConfigError if it is another kind of key, or not a key."""
     data = _read(file)
     try:
         if data.startswith(b"-----BEGIN"):

@@ -1,4 +1,4 @@
-"""Verify that a model's folder has not changed since it was signed, and determine who signed it."""
+"""Verify that a model's folder has not changed since it was signed, and determine whose keys signed it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class VerificationResult:
 
 
 def verify_model(folder: Path, known: Mapping[str, Ed25519PublicKey]) -> VerificationResult:
-    """Check the envelope, every signature by a known key, and every file; each known key must have signed.
+    """Check the envelope, every signature by a known key, and every file. Each known key must have signed.
 
     Args:
         folder: the model's folder.
@@ -56,7 +56,7 @@ def verify_model(folder: Path, known: Mapping[str, Ed25519PublicKey]) -> Verific
 def read_envelope(file: Path) -> DsseEnvelope:
     """Read the envelope in a file. Raises StateError if it is missing or does not contain a statement."""
     if file.is_symlink() or not file.is_file():
-        raise StateError(f"{file}: expected signatures, found none; sign it with fedveil card sign")
+        raise StateError(f"{file}: there are no signatures; sign the folder with fedveil card sign")
     with file.open("rb") as data:
         envelope = dsse.parse_envelope(data.read(dsse.MOST_BYTES + 1), str(file))
     if envelope.payload_type != in_toto.PAYLOAD_TYPE:
@@ -71,6 +71,6 @@ def model_folder(folder: Path) -> Path:
         if (place / card.NAME).is_file():
             return place
     raise StateError(
-        f"{folder}: expected a run folder or a model's folder with {card.NAME}, found none; write one with fedveil "
+        f"{folder}: this is neither a run folder nor a model's folder with {card.NAME}; write a card with fedveil "
         "card make"
     )

@@ -1,7 +1,7 @@
 """Count the memory that a training step keeps for its backward pass, with a forward pass on tensors without storage.
 
-The count uses a base with 1 layer and one with 2; every further layer keeps as much as the second. Attention is counted
-as in torch's CPU kernels, with a padding mask; other kernels may keep less.
+The count uses a base with 1 layer and one with 2; every further layer keeps as much memory as the second. Attention is
+counted as in torch's CPU kernels, with a padding mask; other kernels may keep less.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     forward, per token    2 (N + n) + 4 L t w   N: the base's weights that the token is multiplied with, in L layers of
                                                 width w; n: the adapter's; t: tokens in its example (attention)
-    backward, per token   the same again, and 2 for each trained weight
-    checkpointing         the forward pass once more
+    backward, per token   as many again, plus 2 for each trained weight
+    checkpointing         a second forward pass
 
 So a token costs 6 N if all weights are trained, slightly more than 4 N with an adapter, and 2 N more with checkpointing
 (Kaplan et al. 2020, section 2.1, for 2 N and 4 N). Norms, the softmax, the optimizer, dequantizing layers, and all

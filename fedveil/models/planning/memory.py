@@ -234,20 +234,14 @@ def _words(bits: str, itemsize: int) -> str:
 def _require_planned(settings: ModelConfig, config: RunConfig, adapter: Adapter) -> None:
     if adapter.mount != "layers":
         raise ConfigError(
-            f'adapter.kind: expected "lora", "hadamard-lora" or "all", found "{adapter.kind}", which memory planning '
-            "does not support"
+            f'adapter.kind: memory planning supports only "lora", "hadamard-lora" and "all", found "{adapter.kind}"'
         )
     if config.dp.clip_norm:
-        raise ConfigError(
-            "dp.clip-norm: expected 0, found per-example gradients; memory planning does not support them, so plan "
-            "without dp.*"
-        )
+        raise ConfigError("dp.clip-norm: memory planning does not support per-example gradients; plan without dp.*")
     if config.train.compile:
-        raise ConfigError(
-            "train.compile: expected false, found true, which memory planning does not support; plan without it"
-        )
+        raise ConfigError("train.compile: memory planning does not support it; plan without it")
     if not config.task.max_tokens:
-        raise ConfigError("task.max-tokens: expected the length of the examples to plan for, found 0; set it")
+        raise ConfigError("task.max-tokens: set it to the length of the examples to plan for")
     if settings.context and config.task.max_tokens > settings.context:
         raise ConfigError(
             f"task.max-tokens: expected at most {settings.context}, the base's context length, found "

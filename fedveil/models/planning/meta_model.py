@@ -1,6 +1,6 @@
 """The shapes of a base, from transformers' own model on the meta device, without values.
 
-So no architecture is defined twice. A 70B base takes a second and a few megabytes.
+So no architecture has to be defined again here. A 70B base takes a second and a few megabytes.
 """
 
 from __future__ import annotations

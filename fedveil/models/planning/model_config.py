@@ -5,7 +5,7 @@
 | gpt2 | learned positions; one matrix for query, key and value; a tied head |
 | llama, mistral, qwen2, qwen3 | rotary positions, grouped-query attention, a gated MLP |
 
-Other types cannot be planned, because this module does not know which of their settings determine the size.
+Other types are not supported, because this module does not know which of their settings determine the size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from fedveil.errors import TaskError
 from fedveil.sanitize import sanitize
 
-_MOST_BYTES = 1 << 20  # size limit for config.json; real ones have a few kilobytes
+_MOST_BYTES = 1 << 20  # size limit for config.json; actual files have a few kilobytes
 _NEXT = "use the config.json of a base that FedVeil can load"
 _DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _CODE = ("auto_map", "custom_pipelines")
@@ -103,7 +103,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     """
     file = folder / "config.json"
     if not file.is_file():
-        raise TaskError(f"task.model: expected a folder with config.json, found none in {sanitize(folder)}; {_NEXT}")
+        raise TaskError(f"task.model: there is no config.json in {sanitize(folder)}; {_NEXT}")
     with file.open("rb") as opened:
         text = opened.read(_MOST_BYTES + 1)
     if len(text) > _MOST_BYTES:

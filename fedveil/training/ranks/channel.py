@@ -89,7 +89,7 @@ def batch_message(batch: ExampleBatch, head: Mapping[str, Any]) -> RankMessage:
 
 
 def message_batch(said: RankMessage) -> ExampleBatch:
-    """Return the batch of a message from `batch_message`, on the CPU."""
+    """Rebuild the batch from a message that `batch_message` created, on the CPU."""
     kind = _KINDS[said.head["batch"]]
     names = {f.name for f in fields(kind)}
     field_values: dict[str, Any] = {name: value for name, value in said.head.items() if name in names}

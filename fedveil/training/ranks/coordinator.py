@@ -9,10 +9,12 @@ and return gradients. They read no data files and store nothing.
 
 | case | result |
 |---|---|
-| a batch has fewer examples than ranks | the idle ranks compute its first example, uncounted, to stay in step |
+| a batch has fewer examples than ranks | the idle ranks compute its first example without counting it, to stay in
+  step |
 | no rank's loss depends on a tensor | no gradient, as in one process |
 | dropout | each rank draws from its own stream |
-| a rank ends or fails | RankError with the reason, at the next wait for it; this process ends its client round |
+| a rank ends or fails | RankError with the reason, the next time rank 0 waits for it; this process ends its client
+  round |
 | train.gradient-accumulation-steps | every batch of a step is divided; gradients are summed once per step |
 """
 
@@ -70,7 +72,7 @@ class DividedBatch:
         return DividedBatch((self.parts[0].pinned(), *self.parts[1:]), self.counted)
 
     def to(self, device: torch.device) -> DividedBatch:
-        """Return the batch with rank 0's part on `device`; the other parts stay where they are, to be sent."""
+        """Return the batch with rank 0's part on `device`; the other parts stay where they are until they are sent."""
         return DividedBatch((self.parts[0].to(device), *self.parts[1:]), self.counted)
 
 
@@ -101,7 +103,7 @@ class RankTeam(GradientBackend):
         sharded: bool = False,
     ) -> None:
         self._task, self._members, self._sharded = task, members, sharded
-        self._answering = False  # whether replies are expected: another rank may finish before rank 0 does
+        self._answering = False  # whether replies are expected; another rank may finish before rank 0 does
         self._early: dict[int, RankMessage] = {}
         self._all_heard()  # wait until they are ready
         self._group = join(self.check)
@@ -120,9 +122,7 @@ class RankTeam(GradientBackend):
                 if self._answering and rank not in self._early:
                     self._early[rank] = message
                     continue
-                raise RankError(
-                    f"processes: expected no message from rank {rank}, which is waiting, found {dict(message.head)}"
-                )
+                raise RankError(f"processes: rank {rank}, which should be waiting, sent {dict(message.head)}")
 
     def leave(self) -> None:
         """Leave the group, after the others' channels are closed."""
@@ -138,7 +138,7 @@ class RankTeam(GradientBackend):
                 yield
         finally:
             for member in self._members:
-                with contextlib.suppress(OSError):  # a missing rank has been detected already, or will be
+                with contextlib.suppress(OSError):  # a missing rank has already been detected, or will be
                     member.channel.say(RankMessage({"do": "trained"}))
 
     @override
@@ -187,8 +187,8 @@ class RankTeam(GradientBackend):
     def gradients(self, rows: Rows, weights: Weights) -> PerExampleGradients:
         if self._sharded:
             raise ConfigError(
-                "shard-base: expected false for per-example gradients, found true; set it to false in the node "
-                "config, or choose a method that needs none, without [dp]"
+                "shard-base: it does not support per-example gradients; set it to false in the node config, or "
+                "choose a method that needs none, without [dp]"
             )
         spec = self._task.spec
         if not isinstance(self._task, per_example.PerExampleLoss):
@@ -230,7 +230,7 @@ class RankTeam(GradientBackend):
     def _given_out(self, batch: ExampleBatch, do: str, head: Mapping[str, Any]) -> ExampleBatch:
         """Send the other ranks their parts of a batch of this team; return rank 0's part."""
         if not isinstance(batch, DividedBatch):
-            raise TypeError(f"batch: expected a batch that this team has divided, found {type(batch).__name__}")
+            raise TypeError(f"batch: a {type(batch).__name__} is not a batch that this team has divided")
         for rank, part in enumerate(batch.parts[1:], 1):
             self._say(rank, batch_message(part, {"do": do, "counts": rank < batch.counted, **head}))
         return batch.parts[0]

@@ -23,13 +23,13 @@ from fedveil.errors import RankError
 
 _BUCKET_BYTES = 32 << 20  # bytes per transfer: sending a small tensor costs as much as sending a larger one
 _LOOK_SECONDS = 0.0002
-_LOST_SECONDS = 5.0  # a connection breaks before the end of the process behind it can be detected
+_LOST_SECONDS = 5.0  # a connection breaks before the exit of its process can be detected
 _MOST = timedelta(days=30)  # the time limit in an instruction ends a round earlier
 
 
 @final
 class RankGroup:
-    """The group of all ranks, as seen by this one.
+    """The group of all ranks, as seen by this rank.
 
     Args:
         store: a file, not yet existing, that all ranks agree on.

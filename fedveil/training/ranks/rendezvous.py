@@ -17,8 +17,8 @@ def check_devices(device: str, size: int, there: int) -> None:
     """Raise ConfigError unless each rank has a device. `there`: number of CUDA devices, 0 for a site on the CPU."""
     if there and ":" in device:
         raise ConfigError(
-            f'device: expected "auto" or "cuda" at a site with processes = {size}, found "{device}"; '
-            "CUDA_VISIBLE_DEVICES selects the devices of the site"
+            f'device: processes = {size} requires "auto" or "cuda", found "{device}"; CUDA_VISIBLE_DEVICES selects '
+            "the site's devices"
         )
     if there and size > there:
         raise ConfigError(f"processes: expected at most {there}, the site's CUDA devices, found {size}; lower it")

@@ -27,8 +27,8 @@ def check_shardable(config: RunConfig, adapter: Adapter) -> None:
     for key, expected, value, wrong in refused:
         if wrong:
             raise ConfigError(
-                f"{key}: expected {expected} at a site with shard-base = true, found {value}; change it, or set "
-                "shard-base to false in the node config"
+                f"{key}: shard-base = true requires {expected}, found {value}; change it, or set shard-base to "
+                "false in the node config"
             )
 
 
@@ -47,8 +47,8 @@ def shard_model(base: Any, name: str, device: torch.device, size: int) -> None:
     layers = [module for module in base.model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(
-            f'shard-base: expected a model made of layers, found none in "{name}" ({type(base.model).__name__}); set '
-            "it to false in the node config"
+            f'shard-base: "{name}" ({type(base.model).__name__}) is not made of layers; set it to false in the '
+            "node config"
         )
     trained = set(base.trained.values())
     for parameter in trained:

@@ -1,4 +1,4 @@
-"""A few attacks on several runs, with controls that are trained once."""
+"""A few attacks on several runs, with controls that are trained only once."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_each_run_is_attacked_beside_controls_that_are_trained_once(tmp_path, mo
     [
         (False, None, "", ["a", "b"]),
         (True, "the sums", "", ["a, the sum", "b, the sum"]),
-        (True, None, "", []),  # what the server has of a site is in sums that nothing shows
-        (False, None, "ward", []),  # each site has non-members of its own
+        (True, None, "", []),  # the server has only sums of the sites' uploads
+        (False, None, "ward", []),  # each site has its own non-members
     ],
 )
 def test_a_run_is_compared_by_what_the_server_has_of_each_site(monkeypatch, tmp_path, secure, sums, labels, compared):
@@ -100,5 +100,5 @@ def test_a_run_of_other_rows_is_refused_before_anything_is_read(tmp_path):
     no_rows = AuditSample([], [])
     told = SharedAuditInputs(parse({}), [AlignmentAttack()], {}, no_rows, SecondSample(no_rows), None, None, [], 0)
     other = parse({"task.examples-per-site": 9, "run.name": "b"})
-    with pytest.raises(ConfigError, match="expected equal sections task and train, found different ones in b; audit"):
+    with pytest.raises(ConfigError, match="the sections task and train of b differ from those of the first run; audit"):
         audit_run_pair(told, tmp_path, other)

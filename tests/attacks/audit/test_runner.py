@@ -1,4 +1,4 @@
-"""What an audit says of its attacks, from hand-made findings."""
+"""The text of an audit about its attacks, for hand-made findings."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_an_attack_stands_beside_the_controls_that_it_names(monkeypatch):
 
 
 def test_an_audit_without_the_final_model_is_refused():
-    with pytest.raises(ValueError, match="knowledge.server: expected the server's final model"):
+    with pytest.raises(ValueError, match="knowledge.server: the server's final model is missing"):
         runner.run_audit(None, AdversaryKnowledge(None, {}), {}, AuditSample([], []), CONTROL, None, 0)
 
 

@@ -1,4 +1,4 @@
-"""What an audit begins within a time, and in which order."""
+"""The attacks that an audit starts within a time limit, and their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A control to lose fails only if it fails on two samples of non-members."""
+"""A control that must not succeed counts as failed only if it fails on two samples of non-members."""
 
 from __future__ import annotations
 

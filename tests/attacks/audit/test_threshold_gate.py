@@ -1,4 +1,4 @@
-"""When an audit passes a gate, fails it, or says nothing either way."""
+"""Conditions under which an audit passes a gate, fails it, or is inconclusive."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def test_an_epsilon_that_canaries_show_counts_as_one_of_an_attack(shown, code):
 @pytest.mark.parametrize(
     ("above", "figure", "said"),
     [
-        (math.nan, "auroc", "--fail-above: expected a number from 0 to below 1 for auroc, found nan"),
+        (math.nan, "auroc", "--fail-above: for auroc, expected at least 0 and less than 1, found nan"),
         (1.0, "auroc", "--fail-above"),
         (-0.1, "tpr-at-1", "--fail-above"),
-        (math.inf, "epsilon", "--fail-above: expected a number from 0 to below 1000 for epsilon"),
+        (math.inf, "epsilon", "--fail-above: for epsilon, expected at least 0 and less than 1000"),
         (0.5, "accuracy", "--figure: expected one of auroc, tpr-at-1, tpr-at-01, epsilon, found 'accuracy'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tokens in an audit: read where a run makes single steps of SGD; elsewhere the reason is named."""
+"""Token recovery in an audit: it applies to runs with single steps of SGD; other runs get the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Canaries in a text data set: what plain training, noisy steps and no training show of their coins."""
+"""Canaries in a text data set: how much plain training, noisy steps and no training reveal about their coins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bound from one run: against closed forms, a naive twin, and mechanisms whose epsilon is known."""
+"""A bound from one run, compared with closed forms, a simple reference, and mechanisms with a known epsilon."""
 
 from __future__ import annotations
 
@@ -137,5 +137,5 @@ def test_what_cannot_be_is_refused(asked):
 
 @pytest.mark.parametrize("scores", [{}, {"x": np.zeros(3)}, {"x": np.array([0.0, math.nan])}])
 def test_scores_that_do_not_fit_the_coins_are_refused(scores):
-    with pytest.raises(ValueError, match="expected finite scores of 2 coins"):
+    with pytest.raises(ValueError, match="each score needs 2 finite values, one per coin"):
         best_epsilon_bound(scores, np.array([True, False]), 0.0)

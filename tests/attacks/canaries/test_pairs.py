@@ -1,4 +1,4 @@
-"""Canaries: which rows they are, and what runs of known privacy show of their coins."""
+"""Canaries: their rows, and how much runs with known privacy reveal about their coins."""
 
 from __future__ import annotations
 
@@ -163,9 +163,9 @@ def test_a_private_run_shows_less_than_its_epsilon(run):
 def test_what_holds_no_coins_is_refused(tmp_path, text):
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "coins.json").write_text(text)
-    with pytest.raises(StateError, match=r"coins\.json: expected the coins that fedveil canaries wrote"):
+    with pytest.raises(StateError, match=r"coins\.json: not a coin file that fedveil canaries wrote"):
         canary_coins(tmp_path)
-    with pytest.raises(StateError, match="name the folder that it created"):
+    with pytest.raises(StateError, match="give the folder that it created"):
         canary_coins(tmp_path / "nowhere")
 
 
@@ -176,7 +176,7 @@ def test_pairs_that_do_not_fit_are_refused(run, tmp_path):
         ):
             plant_canaries(rows_of(rows), "y", np.ones(coins, dtype=bool), random.Random(0))
     folder, view, knowledge = run(Untrained)
-    with pytest.raises(ConfigError, match="--canaries: expected a site of the run .a, b., found c"):
+    with pytest.raises(ConfigError, match="--canaries: c is not a site of the run; its sites are a, b"):
         bound_from_audit(folder, "c", view, knowledge, DELTA)
     (folder / "secret" / "first.jsonl").write_text((folder / "data" / "train.jsonl").read_text())
     with pytest.raises(ConfigError, match="expected 60 rows, one per coin, found"):

@@ -112,7 +112,7 @@ def audit(seed: int, how: DpSgdConfig, k: int, by_units: bool, trains: bool = Tr
         falls.append(float(losses[0] - losses[1]))
     scores = np.array(falls[:PAIRS]) - np.array(falls[PAIRS:])
     if not trains:
-        scores = scores + 1e-9 * drawn.normal(size=PAIRS)  # else every guess would be the same
+        scores = scores + 1e-9 * drawn.normal(size=PAIRS)  # otherwise all guesses would be the same
     return one_run.best_epsilon_bound({"loss": scores}, coins, DELTA)
 
 

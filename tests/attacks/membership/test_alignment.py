@@ -1,4 +1,4 @@
-"""Updates against single rows' gradients, on a linear model whose gradients have a closed form."""
+"""Updates compared with gradients of single rows, on a linear model with closed-form gradients."""
 
 from __future__ import annotations
 

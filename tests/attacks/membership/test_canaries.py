@@ -1,4 +1,4 @@
-"""A lower bound on epsilon from canaries: below the stated epsilon, above it where the noise is too small for it."""
+"""A canary lower bound on epsilon: below the stated epsilon, and above it if the noise is too small."""
 
 from __future__ import annotations
 

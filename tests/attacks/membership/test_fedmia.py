@@ -1,4 +1,4 @@
-"""Other sites as the null: by hand, on sites that know their rows by heart, and where it must lose."""
+"""Other sites as the null distribution: by hand, on sites that memorized their rows, and where it must fail."""
 
 from __future__ import annotations
 

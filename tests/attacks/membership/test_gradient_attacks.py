@@ -1,4 +1,4 @@
-"""Attacks that share the gradients of rows say what each says alone, for fewer gradients."""
+"""Attacks that share row gradients give the same results as each attack alone, with fewer gradients."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_an_audit_s_steps_share_gradients_and_stay_apart_in_time(run):
     whole, alone = ({}, {})
     scorer = AuditScorer(ATTACKS, None, nobody, 0, lambda text: None, whole)
     assert take_steps(steps_of(scorer, view, knowledge, rows), TimeBudget()) == []
-    assert scorer._shared.computed == 3 * (3 * 4 + 5)  # rounds times rows; each alone would take 27, 27 and 81
+    assert scorer._shared.computed == 3 * (3 * 4 + 5)  # rounds times rows; separate attacks would take 27, 27 and 81
     for attack in ATTACKS:
         take_steps(
             steps_of(AuditScorer([attack], None, nobody, 0, lambda text: None, alone), view, knowledge, rows),
@@ -225,7 +225,7 @@ def test_scaffold_s_correction_is_known_and_taken_off_a_move(run):
     downs = [payload_tensors(view.read(part.down).payload) for part in view.participations()["b"]]
     ups = [payload_tensors(view.read(part.up).payload) for part in view.participations()["b"]]
     assert turns._control("b", 0) == {}
-    for index in (2, 1):  # from the last back: what was added up for a later turn is not taken for an earlier one's
+    for index in (2, 1):  # in reverse, so that sums of a later turn are not mistaken for those of an earlier one
         moved = turns.at("b", index).moved
         before = Descent(task, rows["b"]).gradient({n: downs[index - 1][n] for n in task.spec}).weights
         correction = {n: downs[index][f"control.{n}"] - before[n] for n in task.spec}

@@ -1,4 +1,4 @@
-"""LiRA: how shadows share the pool out, phi, and the likelihood ratio by hand and where the truth is known."""
+"""LiRA: the pool's split among shadows, phi, and the likelihood ratio by hand and on data with a known answer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_halves_are_drawn_anew_and_repeat_with_the_generator():
 
 @pytest.mark.parametrize("pool,count", [(10, 0), (10, 1), (10, 3), (10, -2), (1, 2), (0, 2)])
 def test_what_cannot_be_shared_out_is_refused(pool, count):
-    with pytest.raises(ValueError, match="expected an even number of shadows"):
+    with pytest.raises(ValueError, match="the number of shadows must be even"):
         train_shadows(lambda i, n: {}, pool, count, np.random.default_rng(0))
 
 
@@ -86,7 +86,7 @@ def test_confidence_is_finite_and_ordered_at_both_ends():
 
 # --- the ratio --------------------------------------------------------------------------------------------------------
 
-# Four shadows, three rows. Rows 0 and 1 are in two of them, row 2 in none.
+# Four shadows, three rows. Two shadows have rows 0 and 1; none has row 2.
 SHADOWS = np.array([[3.0, 1.0, 0.0], [5.0, -1.0, 2.0], [0.0, -2.0, 1.0], [2.0, -4.0, 1.0]])
 MEMBERS = np.array([[True, True, False], [True, False, False], [False, True, False], [False, False, False]])
 
@@ -167,7 +167,7 @@ def test_the_offline_score_still_orders_rows_far_below():
 
 
 def test_a_row_without_any_shadow_is_an_error():
-    with pytest.raises(ValueError, match="an example without scores"):
+    with pytest.raises(ValueError, match="no shadow has scored one of the examples"):
         lira_scores(np.zeros(2), np.zeros((0, 2)), np.zeros((0, 2), dtype=bool))
 
 

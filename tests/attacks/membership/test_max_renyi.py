@@ -1,4 +1,4 @@
-"""Entropies by hand and against a twin that works on probabilities; the k rule."""
+"""Entropies compared with values by hand and with a reference that uses probabilities; the k rule."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_k_rule(count, percent, k):
 
 @pytest.mark.parametrize("values,percent", [([], 10), ([1.0], -1), ([1.0], 101)])
 def test_no_positions_and_no_percentage(values, percent):
-    with pytest.raises(ValueError, match="expected 0 to 100 per cent of at least one entropy"):
+    with pytest.raises(ValueError, match="the percentage must be from 0 to 100, of at least one entropy"):
         max_k(np.array(values), percent)
 
 

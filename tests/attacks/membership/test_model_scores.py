@@ -1,4 +1,4 @@
-"""One pass, all attacks: their names and values on a task that is arithmetic, and what centring takes away."""
+"""All attacks in one pass: their names, their values on an arithmetic task, and the effect of centering."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_scores_by_name_and_by_hand():
     logits = [3.0, 1.5, 6.0]
     np.testing.assert_allclose(scores["loss"], [-loss(x) for x in logits], rtol=1e-4)
     np.testing.assert_allclose(scores["calibrated"], [math.log(4) - loss(x) for x in logits], rtol=1e-4)
-    for kind in KINDS:  # every position of a row is alike
+    for kind in KINDS:  # all positions of a row are equal
         np.testing.assert_allclose(scores[f"caption {kind}"], [-entropy(x) for x in logits], rtol=1e-4)
         np.testing.assert_allclose(scores[f"image {kind}"], [-entropy(x / 2) for x in logits], rtol=1e-4)
 
@@ -117,7 +117,7 @@ def test_another_alpha_than_the_headline_s(alpha):
 
 def test_two_attacks_cannot_give_a_score_of_one_name():
     task = Counting()
-    with pytest.raises(ValueError, match="expected distinct score names, found .'loss', 'loss'.; rename one"):
+    with pytest.raises(ValueError, match="two attacks use the same score name ..'loss', 'loss'..; rename one"):
         PublicBaseScores(task, BASE).scores([LossAttack(), LossAttack()], task, SHARP, ROWS)
 
 

@@ -1,4 +1,4 @@
-"""The gradients of many rows at once are those of each row alone."""
+"""Gradients of many rows computed together equal those of each row alone."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def is_each_alone(task, rows) -> None:
         assert set(gradients[place]) == set(alone)
         length = float(torch.cat([g.flatten() for g in alone.values()]).norm())
         assert length > 0
-        for name, g in alone.items():  # a key's bias has a gradient of rounding alone
+        for name, g in alone.items():  # the gradient of a key's bias consists only of rounding errors
             torch.testing.assert_close(gradients[place][name], g, rtol=1e-3, atol=1e-5 * length)
 
 

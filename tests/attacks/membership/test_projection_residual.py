@@ -1,4 +1,4 @@
-"""Residuals of single rows on the spans that a site's factors moved in, on a linear model whose gradients are known."""
+"""Residuals of rows on the span of a site's factor updates, for a linear model with known gradients."""
 
 from __future__ import annotations
 

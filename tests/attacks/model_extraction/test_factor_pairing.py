@@ -1,4 +1,4 @@
-"""Clients rebuilt from a tap: by hand on written messages, and on federations whose clients really train."""
+"""Clients rebuilt from captured messages: written by hand, and from federations with real training."""
 
 from __future__ import annotations
 

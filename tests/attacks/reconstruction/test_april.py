@@ -1,4 +1,4 @@
-"""Exact on the block it is made for; a failure on every other is no evidence of a defence."""
+"""The attack is exact on the block that it is made for; its failure on other blocks is no evidence of a defense."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_modified_is_attention_then_mlp(model):
 
 @pytest.mark.parametrize("name", [POSITION, "vit.layers.0.attention.k_proj.weight"])
 def test_a_missing_gradient_is_named(sent, model, name):
-    with pytest.raises(ValueError, match="expected one tensor named .*(position|k_proj).*, found none"):
+    with pytest.raises(ValueError, match="tensors must be named .*(position|k_proj).*, found none"):
         april_closed_form({n: g for n, g in sent.items() if n != name}, model)
 
 

@@ -1,4 +1,4 @@
-"""Exact on the unmodified ViT at batch 1; fails on batches, on zeros taken as data, without the position gradient."""
+"""Exact on the unmodified ViT at batch size 1; fails on batches, on zeros, and without the position gradient."""
 
 from __future__ import annotations
 

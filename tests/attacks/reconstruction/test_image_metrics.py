@@ -1,4 +1,4 @@
-"""PSNR and SSIM by hand and against a slow twin; patches as the convolution sees them; the sheet."""
+"""PSNR and SSIM compared with values by hand and a slow reference; patches as the convolution sees them; the sheet."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_nan_is_never_a_good_image():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match=r"of one shape .* found \(2, 13, 13\) and \(2, 12, 12\)"):
+    with pytest.raises(ValueError, match=r"the same shape .* found \(2, 13, 13\) and \(2, 12, 12\)"):
         peak_signal_to_noise(constant(0.0), constant(0.0, 12), 1)
     with pytest.raises(ValueError, match="data_range: expected a width above 0, found 0"):
         peak_signal_to_noise(constant(0.0), constant(0.0), 0)
@@ -108,7 +108,7 @@ def test_refusals():
         structural_similarity(constant(0.0, 10), constant(0.0, 10), 1)
     with pytest.raises(ValueError, match="expected 4 patches of 12"):
         join_patches(torch.zeros(4, 13), 3, 4, 4, 2)
-    with pytest.raises(ValueError, match="other than number 0, found 1"):
+    with pytest.raises(ValueError, match="no image is left without number 0 of 1"):
         mean_image(torch.zeros(1, 1, 2, 2), without=0)
     with pytest.raises(ValueError, match="found 1 images and 2 labels"):
         contact_sheet([constant(0.0)], ["a", "b"])

@@ -1,4 +1,4 @@
-"""The imprinting pair: it wins on one step of FedAvg, and loses where it must."""
+"""The imprinting pair succeeds on one step of FedAvg, and fails in the cases where it must."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens off the span of one LoRA gradient: it wins on one step of SGD, and loses where it must."""
+"""Token recovery from the span of one LoRA gradient succeeds on one step of SGD, and fails where it must."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who took part in a round, on a classifier small enough to see through; with the controls it must win and lose."""
+"""Inference of the participants of a round on a small classifier, with controls that must succeed and fail."""
 
 from __future__ import annotations
 
@@ -151,9 +151,9 @@ def test_scores_by_hand():
 
 def test_a_candidate_without_rows_is_refused(tmp_path):
     _, (view, knowledge, known_rows, nobody) = attacked(tmp_path, rounds=1)
-    with pytest.raises(ValueError, match="expected examples for each"):
+    with pytest.raises(ValueError, match="add examples for each"):
         participation_scores(view, knowledge, known_rows | {"s0": []}, nobody)
-    with pytest.raises(ValueError, match="expected examples for each"):
+    with pytest.raises(ValueError, match="add examples for each"):
         participation_scores(view, knowledge, known_rows, [])
 
 

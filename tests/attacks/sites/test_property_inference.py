@@ -1,4 +1,4 @@
-"""What sites' rows have in common, on a classifier small enough to see through."""
+"""Inference of a common property of a site's rows, on a transparent small classifier."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_concordance_by_hand():
     assert pairwise_concordance({"a": 3.0, "b": 2.0, "c": 2.0, "d": 1.0}, shares) == 0.0
     assert pairwise_concordance({"a": 1.0, "b": 1.0, "d": 1.0}, shares) == 0.5
     assert pairwise_concordance({"a": 2.0, "b": 1.0, "d": 3.0}, shares) == pytest.approx(2 / 3)
-    with pytest.raises(ValueError, match="shares: expected two sites"):
+    with pytest.raises(ValueError, match="shares: no two sites"):
         pairwise_concordance({"b": 1.0, "c": 2.0}, shares)
 
 

@@ -50,7 +50,7 @@ def test_a_base_in_shards_trains_as_a_whole_one(tmp_path):
             one, two = (trainer.train(pair.weights) for trainer in pair.trainers(pair.rows[:9]))
             assert_same(one.weights, two.weights, pair.weights)
             assert two.report["loss_received"] == pytest.approx(one.report["loss_received"], rel=1e-5)
-        with pytest.raises(ConfigError, match="shard-base: expected false for per-example gradients"):
+        with pytest.raises(ConfigError, match="shard-base: it does not support per-example gradients"):
             two = pair.both.trainer(pair.rows[:9], RandomStream(KEY)).rows.per_sample(
                 pair.weights, BatchIndices((0, 1))
             )
@@ -127,7 +127,7 @@ def test_a_rank_in_a_computation_that_notices_nothing_ends_with_the_other_end():
 @pytest.mark.parametrize(
     ("device", "size", "there", "said"),
     [
-        ("cuda:1", 2, 4, 'device: expected "auto" or "cuda" at a site with processes = 2, found "cuda:1"'),
+        ("cuda:1", 2, 4, 'device: processes = 2 requires "auto" or "cuda", found "cuda:1"'),
         ("cuda", 4, 2, "processes: expected at most 2, the site's CUDA devices, found 4"),
     ],
 )
@@ -141,9 +141,9 @@ def test_each_rank_needs_a_device_of_its_own(device, size, there, said):
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"train__quantized_base": "4bit"}, 'train.quantized-base: expected "none" at a site with shard-base'),
-        ({"train__compile": True}, "train.compile: expected false at a site with shard-base = true, found true"),
-        ({"method": "random_binary"}, "method.params: expected an adapter that does not"),
+        ({"train__quantized_base": "4bit"}, 'train.quantized-base: shard-base = true requires "none"'),
+        ({"train__compile": True}, "train.compile: shard-base = true requires false, found true"),
+        ({"method": "random_binary"}, "method.params: shard-base = true requires an adapter that does not"),
     ],
 )
 def test_a_base_that_cannot_be_divided_is_refused_before_a_process_starts(tmp_path, keys, said):

@@ -82,9 +82,11 @@ def test_a_turn_goes_on_from_what_was_encrypted_and_refuses_another_key_and_none
     last = turn_of(take(with_key(assignment(tmp_path), tmp_path / "key")))
     before, second = everything(tmp_path / "state"), after(last, assignment(tmp_path, 1))
     make_key(tmp_path / "other")
-    with pytest.raises(StateError, match="found an encrypted one; set its key"):
+    with pytest.raises(StateError, match="encrypted, but no key file is set"):
         take(second)
-    with pytest.raises(StateError, match=r"found one encrypted under [0-9a-f]{16}; name that key's file"):
+    with pytest.raises(
+        StateError, match=r"this file is encrypted under key [0-9a-f]{16}, not [0-9a-f]{16}; name that key's file"
+    ):
         take(with_key(second, tmp_path / "other"))
     assert {file: before[file] for file in before} == everything(tmp_path / "state")
     take(with_key(second, tmp_path / "key"))
@@ -93,7 +95,7 @@ def test_a_turn_goes_on_from_what_was_encrypted_and_refuses_another_key_and_none
 def test_files_in_the_clear_are_no_way_into_an_encrypted_site(tmp_path, take, seal):  # noqa: F811
     """Who can write the disk, and has no key, puts a state, a secret or an empty ledger of his own there."""
     last = turn_of(take(assignment(tmp_path)))
-    with pytest.raises(StateError, match="found an unencrypted one; .* stop the site and run fedveil site seal"):
+    with pytest.raises(StateError, match="not encrypted under key .* stop the site and run fedveil site seal"):
         take(with_key(after(last, assignment(tmp_path, 1)), tmp_path / "key"))
 
 
@@ -119,7 +121,7 @@ def test_two_encrypted_files_of_a_site_do_not_change_places(tmp_path, take, seal
     take(again)
     ledger = tmp_path / "state" / ".ledger"
     (ledger / "ledger.json").write_bytes((folders["one"] / "secret").read_bytes())
-    with pytest.raises(StateError, match="of 'ledger/ledger', found that of 'secret/one/s'"):
+    with pytest.raises(StateError, match="this is the encrypted file of 'secret/one/s', not of 'ledger/ledger'"):
         take(with_key(assignment(tmp_path, 2, run="one"), key))
 
 

@@ -178,5 +178,5 @@ def test_a_worker_seals_under_the_sites_key_which_no_argument_or_environment_has
         process_strings = [*one.cmdline(), *one.environ().values()]
         assert not [text for text in process_strings if "state.key" in text or seal.key.hex() in text]
         assert seal.key not in Path(f"/proc/{one.pid}/environ").read_bytes()
-    with pytest.raises(connection.ClientRoundError, match="found an encrypted one; set its key"):
+    with pytest.raises(connection.ClientRoundError, match="encrypted, but no key file is set"):
         bench.turn(2)

@@ -1,4 +1,4 @@
-"""Small bases of three kinds, in fp32 and for evaluation, with the same weights at each call."""
+"""Small bases of three kinds, in fp32 and evaluation mode, with the same weights at each call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every adapter keeps to, and the fields of LoRA."""
+"""Properties that every adapter has, and the fields of LoRA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What adapters write is what PEFT and transformers load: the same logits, by their own loaders, from files alone."""
+"""Exported adapters load with PEFT and transformers from files alone, and give the same logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Hadamard adapter: its algebra, its gradients, and the models it is attached to."""
+"""The Hadamard adapter: its algebra, its gradients, and the models that it supports."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_head_is_left_out_and_other_modules_are_refused():
         (r".*\.attn", r"transformer\.h\.0\.attn is not a linear layer"),
         ("(", "not a regular expression"),
     ):
-        with pytest.raises(ConfigError, match=f"adapter.targets: expected .*{reason}"):
+        with pytest.raises(ConfigError, match=f"adapter.targets: .*{reason}"):
             HadamardLoraAdapter(targets=targets).attach(gpt2())
 
 
@@ -215,13 +215,13 @@ def test_each_name_of_a_list_is_a_layer_s(kind):
     method = strategies.create_method("fedavg", 'adapter = {targets = ["c_attn", "c_proj", "attn.c_attn"]}')
     assert kind(targets=method.adapter.targets).attach(gpt2())
     for names, said in (
-        ('["c_attn", "c_pro"]', 'found "c_pro", which no layer has; did you mean c_proj.*named c_attn, c_fc, c_proj'),
-        ('["c_attn", "c.proj"]', 'found "c.proj", which no layer has'),
+        ('["c_attn", "c_pro"]', 'no linear layer is named "c_pro"; did you mean c_proj.*named c_attn, c_fc, c_proj'),
+        ('["c_attn", "c.proj"]', 'no linear layer is named "c.proj"'),
         ('["wte"]', "transformer.wte is not a linear layer"),
     ):
         targets = strategies.create_method("fedavg", f"adapter = {{targets = {names}}}").adapter.targets
-        with pytest.raises(ConfigError, match=f"adapter.targets: expected .*{said}"):
+        with pytest.raises(ConfigError, match=f"adapter.targets: .*{said}"):
             kind(targets=targets).attach(gpt2())
     assert kind(targets=r"(.*\.)?(c_(attn|pro)|c_fc)").attach(gpt2())  # a regular expression of the user's own
-    with pytest.raises(ConfigError, match="adapter.targets: expected .*not a regular expression"):
+    with pytest.raises(ConfigError, match="adapter.targets: .*not a regular expression"):
         kind(targets="(").attach(gpt2())

@@ -1,4 +1,4 @@
-"""Prompts and proxies from their own files: the same model again, and what bad files get."""
+"""Prompts and proxies loaded from their own files give the same model; bad files are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every adapter that docs/lora.md shows is one that a method takes, and means what the page says."""
+"""Some method accepts every adapter in docs/lora.md, and the adapter has the meaning that the page gives."""
 
 from __future__ import annotations
 

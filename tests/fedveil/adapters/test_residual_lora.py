@@ -1,4 +1,4 @@
-"""LoRA beside a residual: its algebra, what has a gradient, and a training on a bundled base."""
+"""LoRA with a residual: its algebra, its gradients, and training on a bundled base."""
 
 from __future__ import annotations
 

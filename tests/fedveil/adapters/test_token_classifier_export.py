@@ -1,4 +1,4 @@
-"""Adapters of token classifiers in PEFT's format: the head is in the files whole, and the logits are the same."""
+"""Adapters of token classifiers in PEFT's format: the files contain the whole head, and the logits agree."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def logits_with(model, task) -> torch.Tensor:
 
 def plain(folder):
     with library_logging.quiet_libraries(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)  # what the library draws for a head that the base lacks
+        torch.manual_seed(7)  # the library's random head for a base without one
         return AutoModelForTokenClassification.from_pretrained(folder, num_labels=5)
 
 

@@ -1,4 +1,4 @@
-"""Records of runs, written by hand."""
+"""Run records written by hand."""
 
 from __future__ import annotations
 

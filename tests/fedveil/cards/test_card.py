@@ -1,4 +1,4 @@
-"""The privacy card: what it says of runs with and without a guarantee, and what it must not say."""
+"""The privacy card: its text for runs with and without a guarantee, and statements that it must not contain."""
 
 from __future__ import annotations
 
@@ -407,16 +407,16 @@ def test_long_and_odd_values_make_a_card_all_the_same(tmp_path):
 )
 def test_what_is_no_card_is_refused(tmp_path, change):
     about = json.loads(card(tmp_path).to_bytes())
-    with pytest.raises(StateError, match="expected a privacy card of version 1"):
+    with pytest.raises(StateError, match="not a privacy card of version 1"):
         cards.parse_card(json.dumps(change(about)).encode(), "card")
 
 
 def test_bytes_of_any_kind_are_refused_in_words(tmp_path):
     for data in (b"", b"null", b"[" * 100_000, b"\xff\xfe", b"NaN"):
-        with pytest.raises(StateError, match="expected a privacy card"):
+        with pytest.raises(StateError, match="not a privacy card"):
             cards.parse_card(data, "card")
     with pytest.raises(StateError, match="at most"):
         cards.parse_card(b" " * (cards.MOST_BYTES + 1), "card")
     (tmp_path / "privacy.json").symlink_to("/etc/hostname")
-    with pytest.raises(StateError, match="found none"):
+    with pytest.raises(StateError, match="there is no privacy card"):
         cards.read_card(tmp_path)

@@ -1,4 +1,4 @@
-"""README.md of a model: what it says of a base that the Hub does not have."""
+"""README.md of a model, in particular for a base that is not on the Hub."""
 
 from __future__ import annotations
 

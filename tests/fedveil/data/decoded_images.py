@@ -1,4 +1,4 @@
-"""What the tests of all image formats check of a decoded image."""
+"""Checks of a decoded image, shared by the tests of all image formats."""
 
 from __future__ import annotations
 

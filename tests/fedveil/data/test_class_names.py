@@ -1,4 +1,4 @@
-"""Class names: one numbering for all sites, numbers as text, and no label in a message."""
+"""Class names: the same numbering at all sites, numbers as text, and no label in a message."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_a_site_with_other_names_is_refused_with_both_lists():
     given = numbering("normal, pneumonia")
     with pytest.raises(
         TaskError,
-        match=r'classes of "site" among the 2 of the run \(normal, pneumonia\), found 2 \(Pneumonia, normal\), of '
-        r"which the others lack Pneumonia",
+        match=r'classes of "site" among the 2 of the run \(normal, pneumonia\), found 2 \(Pneumonia, normal\); '
+        r"the unknown ones are Pneumonia",
     ):
         given.number(row("normal", "Pneumonia", "normal"))
     many = tuple(f"class {i} {'x' * 500}" for i in range(5000))
@@ -105,7 +105,7 @@ def test_in_one_process_the_first_data_set_numbers_the_classes_of_all():
     assert first.number(row(0, "b", "a")) == 1
     with pytest.raises(TaskError, match=r"among the 2 known so far \(a, b\), found 2 \(a, covid\)"):
         first.number(row("a", "a", "covid"))
-    with pytest.raises(TaskError, match="as many as the model distinguishes, found 3"):
+    with pytest.raises(TaskError, match="the model has .* classes, but .* names 3"):
         numbering(classes=2).number(row("a", "a", "b", "c"))
 
 
@@ -113,7 +113,7 @@ def test_other_sites_need_names_in_the_config_and_the_message_has_the_line():
     first = numbering()
     first.require_shared()  # integers
     first.note(("edema, mild", "normal"), "site")
-    with pytest.raises(TaskError, match="add the line: ") as caught:
+    with pytest.raises(TaskError, match="add this line to the run config: ") as caught:
         first.require_shared()
     assert str(caught.value).endswith('task.class-names = "\\"edema, mild\\",normal"')
     long = numbering()

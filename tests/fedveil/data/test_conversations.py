@@ -1,4 +1,4 @@
-"""Conversations of several turns: both forms, what is refused, and the tokens that are learned."""
+"""Conversations of several turns: both formats, refusals, and the tokens that are learned."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def changed(at: int, **new: object) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize(("value", "message", "is_empty"), [
     (None, "a list of turns, found no value", True),
-    ([], "found an empty list", True),
-    (openai(TURNS[:2]), "an answer of the assistant, found none", True),
-    (openai(TURNS[:1]), "an answer of the assistant, found none", True),
+    ([], "the list of turns is empty", True),
+    (openai(TURNS[:2]), "the assistant gives no answer", True),
+    (openai(TURNS[:1]), "the assistant gives no answer", True),
     (changed(2, content=None), 'text in "content" of turn 3, found no value', True),
     (changed(2, content=" \n"), "found an empty text", True),
     (changed(2, content=[]), "of turn 3", True),
@@ -101,20 +101,20 @@ def changed(at: int, **new: object) -> list[dict[str, object]]:
     (["secret"], 'turns with "role" and "content", or with "from" and "value", found a text', False),
     ([{"speaker": "secret"}], "found an object with 1 keys", False),
     ([*openai(), "secret"], "an object as turn 6, found a text", False),
-    (changed(1, role="tool"), 'system, user or assistant as "role" of turn 2, found another role', False),
-    (changed(1, role="human"), "found another role", False),
-    (changed(1, role=["secret"]), "found another role", False),
-    ([{"from": "secret", "value": "a"}], "system, human, user, gpt or assistant as", False),
-    ([*openai(), *sharegpt(TURNS[1:])], 'as "role" of turn 6, found another role', False),
-    (openai(TURNS[2:]), "turn 1 to be the user's, found the assistant's", False),
-    (openai([TURNS[1], *TURNS[1:]]), "turn 2 to be the assistant's, found the user's", False),
-    (openai([*TURNS, TURNS[0]]), "turn 6 to be the user's, found the system's", False),
-    (openai([TURNS[0], *TURNS]), "turn 2 to be the user's, found the system's", False),
-    (changed(2, tool_calls=[{"name": "secret"}]), 'no "tool_calls" in turn 3, found a list', False),
-    (changed(2, weight=0), 'no "weight" in turn 3', False),
+    (changed(1, role="tool"), '"role" of turn 2 must be system, user or assistant', False),
+    (changed(1, role="human"), "must be system", False),
+    (changed(1, role=["secret"]), "must be system", False),
+    ([{"from": "secret", "value": "a"}], '"from" of turn 1 must be system, human, user, gpt or assistant', False),
+    ([*openai(), *sharegpt(TURNS[1:])], '"role" of turn 6 must be system', False),
+    (openai(TURNS[2:]), "turn 1 must be the user's, but is the assistant's", False),
+    (openai([TURNS[1], *TURNS[1:]]), "turn 2 must be the assistant's, but is the user's", False),
+    (openai([*TURNS, TURNS[0]]), "turn 6 must be the user's, but is the system's", False),
+    (openai([TURNS[0], *TURNS]), "turn 2 must be the user's, but is the system's", False),
+    (changed(2, tool_calls=[{"name": "secret"}]), 'turn 3 has "tool_calls", which is not supported: a list', False),
+    (changed(2, weight=0), 'turn 3 has "weight", which is not supported', False),
     (changed(1, content=[{"type": "image_url", "image_url": "secret"}]), "only parts of the type", False),
     (changed(1, content={"a": "secret"}), 'text in "content" of turn 2, found an object', False),
-    (openai(TURNS[1:3] * 201), "at most 400 turns, found 402", False),
+    (openai(TURNS[1:3] * 201), "it has 402 turns, but at most 400 are allowed", False),
 ])  # fmt: skip
 def test_what_is_no_conversation_is_refused_without_its_content(value, message, is_empty):
     with pytest.raises(ConversationError) as refused:
@@ -207,7 +207,7 @@ def test_a_template_that_writes_earlier_answers_without_a_thought_learns_their_t
 
 @pytest.mark.parametrize(("template", "message"), [
     (CHATML.replace("<|im_start|>{{", "{{ raise_exception('no system') if m.role == 'system' }}<|im_start|>{{"),
-     r"a system turn and 2 questions and answers in tiny, found no system; use another chat model, or leave .* \("),
+     r"a system turn and 2 questions and answers in tiny, found no system; use another chat model, or remove .* \("),
     (CHATML.replace("messages %}", "messages[-2:] %}", 1), "each text, unchanged, once and in order"),
     (CHATML.replace("{{ m.content }}", "{{ m.content if loop.index < 5 else m.content | upper }}"),
      "once and in order"),
@@ -216,7 +216,7 @@ def test_a_template_that_writes_earlier_answers_without_a_thought_learns_their_t
     (CHATML.replace("{% if add", "{% if messages | length > 2 and add_generation_prompt %}x{% endif %}{% if add"),
      "conversation begins with its prompt for the last answer"),
     (CHATML.replace("<|im_end|>\n{% endfor", "{{ '<|im_end|>' if messages | length < 3 }}\n{% endfor"),
-     "ends an answer as after one question"),
+     "ends an answer in the same way as after one question"),
 ])  # fmt: skip
 def test_a_template_that_does_not_carry_the_turns_is_refused_with_the_row(template, message):
     task = make(template)
@@ -346,24 +346,24 @@ def test_rows_without_a_text_are_dropped_and_counted_or_refused(tmp_path):
     prepared = make(empty_texts="drop").prepare(data, "train")
     assert (len(prepared.rows), prepared.dropped) == (1, 2)
     write(tmp_path / "data", [*rows, {"messages": [{"role": "tool", "content": "x"}]}])
-    with pytest.raises(TaskError, match=r"found another role; correct or drop the row$"):
+    with pytest.raises(TaskError, match=r"must be system, user or assistant; correct or drop the row$"):
         make(empty_texts="drop").prepare(data, "train")
 
 
 def test_a_file_of_conversations_names_the_key(tmp_path):
     data = write(tmp_path / "data", [{"conversations": sharegpt()}])
-    with pytest.raises(TaskError, match=r'or task\.messages-column = "conversations" if it holds whole conversations'):
+    with pytest.raises(TaskError, match=r'or task\.messages-column = "conversations" if that column has'):
         tasks.load_task(parse({}), LoraAdapter(rank=2), "cpu").prepare(data, "train")
     rows = make(messages_column="conversations").prepare(data, "train").rows
     assert list(rows) == list(make().encode([Example({"messages": openai()})]))
 
 
 @pytest.mark.parametrize(("keys", "message"), [
-    ({"task.chat-template": False}, r"task\.chat-template: expected true with task\.messages-column"),
-    ({"task.source-template": "{a}"}, r"task\.source-template: expected none with task\.messages-column"),
-    ({"task.source-column": "a"}, r"task\.source-column: expected none with task\.messages-column"),
-    ({"task.target-column": "a"}, r"task\.target-column: expected none with task\.messages-column"),
-    ({"task.name": "text-classification"}, 'expected none with the task "text-classification"'),
+    ({"task.chat-template": False}, r"task\.chat-template: task\.messages-column requires true"),
+    ({"task.source-template": "{a}"}, r'task\.source-template: "\{a\}" has no effect with task\.messages-column'),
+    ({"task.source-column": "a"}, r'task\.source-column: "a" has no effect with task\.messages-column'),
+    ({"task.target-column": "a"}, r'task\.target-column: "a" has no effect with task\.messages-column'),
+    ({"task.name": "text-classification"}, 'the task "text-classification" does not support "m"'),
 ])  # fmt: skip
 def test_keys_that_a_conversation_does_not_read_are_refused(keys, message):
     chat = {} if "task.name" in keys else {"task.chat-template": True}
@@ -378,7 +378,7 @@ def test_a_last_turn_of_the_user_without_text_is_left_out():
         assert (source, target, source.unanswered) == (SOURCE, "Aromi is a pub.", True)
     with pytest.raises(EmptyTurnError):
         read_conversation([*openai(TURNS[:3]), {"role": "user", "content": ""}, {"role": "assistant", "content": ""}])
-    with pytest.raises(EmptyTurnError, match="an answer of the assistant, found none"):
+    with pytest.raises(EmptyTurnError, match="the assistant gives no answer"):
         read_conversation([{"role": "user", "content": ""}])
 
 
@@ -397,4 +397,4 @@ def test_doctor_counts_conversations_that_lack_a_text(tmp_path):
     broken = {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}
     (tmp_path / "train.jsonl").write_text(json.dumps(broken) + "\n")
     (check,) = data_checks.check_run_data(parse(keys).task, [])
-    assert check.verdict == "ok"  # the preview says why it is refused
+    assert check.verdict == "ok"  # the preview gives the reason for the refusal

@@ -1,4 +1,4 @@
-"""Mutated data files give rows, or one error that names the file and has no value of a row; see tools/fuzz_data.py."""
+"""Mutated data files give rows, or one error that names the file but no row value; see tools/fuzz_data.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prepared rows on disk: used whole and under their own key, or not at all."""
+"""Prepared rows on disk are used only if they are complete and have the right key."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_set_that_is_not_as_it_was_written_is_never_used(tmp_path, shelf, harm
     (folder,) = folders(tmp_path)
     HARMS[harm](folder)
     assert shelf.find(KEY) is None
-    assert folders(tmp_path) == []  # so that it is made anew
+    assert folders(tmp_path) == []  # so that it is created again
     shelf.put(KEY, PARTS)
     assert shelf.find(KEY)["numbers"].tolist() == [1, 2, 3]
 
@@ -120,7 +120,7 @@ def test_old_sets_and_old_leftovers_go_and_stay_mapped(tmp_path, shelf):
         part.mkdir()
         os.utime(part, (time.time() - age,) * 2)
     for n in range(1, dataset_cache.KEPT + 1):
-        for folder in folders(tmp_path):  # as if each were written an hour after the one before
+        for folder in folders(tmp_path):  # as if one were written per hour
             if not folder.name.startswith("."):
                 os.utime(folder, (folder.stat().st_mtime - 3600,) * 2)
         shelf.put({"n": n}, PARTS)

@@ -1,4 +1,4 @@
-"""Folders and tables of DICOM files, as a site has them."""
+"""Folders and tables of DICOM files, as sites have them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_folders_of_files_with_and_without_an_extension_are_read_and_counted(tmp
     write(tmp_path / "train" / "normal" / "DICOMDIR", dicom())
     found = images.scan_class_folders(tmp_path / "train")
     assert len(found.images) == 8
-    assert found.describe_unread() == "2 files not read: no ending (2)"
+    assert found.describe_unread() == "2 files were not read: no ending (2)"
     task = parse(CLASSES | {"task.data": str(tmp_path)}).task
     said = [check.text for check in data_checks.check_run_data(task, [])]
     assert any("8 of the first 8 images are converted: " in text and f"{SCALED} (4)" in text for text in said)

@@ -1,4 +1,4 @@
-"""DICOM files made here: pixels beside the standard's formulas, refusals, and identifiers that stay inside."""
+"""Generated DICOM files: pixels by the standard's formulas, refusals, and identifiers that must not leak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Excel workbooks made here: their rows beside the same table as CSV, and their refusals."""
+"""Generated Excel workbooks: their rows compared with the same table as CSV, and refusals."""
 
 from __future__ import annotations
 
@@ -183,17 +183,17 @@ def inside_rows(xml: bytes, more: bytes) -> bytes:
     return xml.replace(b"</row>", more + b"</row>", 1)
 
 
-NO_ORDER = "expected rows and columns in order .* each once"
+NO_ORDER = "are repeated or out of order"
 REFUSED: dict[str, tuple[bytes, str]] = {
-    "two sheets": (two_sheets(), "found rows in the sheets 2 and 3; save each sheet"),
-    "merged": (merged(), "found some, of which all but the first are empty; unmerge them"),
-    "a formula without its result": (
+    "two sheets": (two_sheets(), "have rows \\(2 and 3\\); save each sheet"),
+    "merged": (merged(), "has merged cells, of which all but the first are empty; unmerge them"),
+    "a formula without a stored result": (
         workbook(("mr", "ref"), (MARK, f'="{MARK}"')),
-        "found a formula without its result; replace",
+        "found a formula without a stored result; replace",
     ),
     "an error": (workbook(("mr", "ref"), (MARK, "#N/A")), 'column 2, row 2 of the sheet in ".*", found an error'),
-    "a name twice": (workbook(("mr", MARK, MARK), (MARK, MARK)), "a name twice"),
-    "a column without a name": (workbook(("mr", None, "ref"), (MARK, MARK)), "found an empty name"),
+    "repeated column name": (workbook(("mr", MARK, MARK), (MARK, MARK)), "repeated column name"),
+    "a column without a name": (workbook(("mr", None, "ref"), (MARK, MARK)), "empty or repeated column name"),
     "a title": (
         workbook((MARK,), (), ("mr", "ref"), (MARK, MARK)),
         "expected 1 values in row 3 of the sheet in .* put no text above",
@@ -208,23 +208,23 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         changed(PLAIN, lambda xml: b'<!DOCTYPE x [<!ENTITY a SYSTEM "file:///etc">]>' + xml.replace(b"B2", b"&a;")),
         "damaged",
     ),
-    "a formula alone": (workbook((f'="{MARK}"',)), "found a formula without its result"),
+    "a formula alone": (workbook((f'="{MARK}"',)), "found a formula without a stored result"),
     "a row twice": (changed(PLAIN, lambda xml: xml.replace(b'r="2"', b'r="1"')), NO_ORDER),
     "rows backwards": (changed(PLAIN, lambda xml: xml.replace(b'r="1"', b'r="3"')), NO_ORDER),
     "a column twice": (changed(PLAIN, lambda xml: xml.replace(b'r="B2"', b'r="A2"')), NO_ORDER),
     "columns backwards": (changed(PLAIN, lambda xml: xml.replace(b'r="A2"', b'r="C2"')), NO_ORDER),
     "a cell of another row": (changed(PLAIN, lambda xml: xml.replace(b'r="B2"', b'r="B7"')), NO_ORDER),
-    "merged, in another part": (moved(merged(), "xl/one.bin"), 'its part "worksheets", found one elsewhere'),
+    "merged, in another part": (moved(merged(), "xl/one.bin"), 'a sheet outside its part "worksheets"'),
     "half an escape": (workbook(("mr", "ref"), (f"{MARK}_xD83D_", MARK)), "damaged"),
-    "BZIP2": (repacked(PLAIN, zipfile.ZIP_BZIP2), "compressed in another way"),
-    "LZMA": (repacked(PLAIN, zipfile.ZIP_LZMA), "compressed in another way"),
+    "BZIP2": (repacked(PLAIN, zipfile.ZIP_BZIP2), "does not use its kind of compression"),
+    "LZMA": (repacked(PLAIN, zipfile.ZIP_LZMA), "does not use its kind of compression"),
     "a comment": (changed(PLAIN, lambda xml: inside_rows(xml, b"<!--</row>-->")), "damaged"),
-    "a long row": (changed(PLAIN, lambda xml: inside_rows(xml, b"<c/>" * (1 << 20))), "4,194,304 bytes in a row"),
+    "a long row": (changed(PLAIN, lambda xml: inside_rows(xml, b"<c/>" * (1 << 20))), "more than 4,194,304 bytes"),
     "much beside rows": (
         changed(PLAIN, lambda xml: xml.replace(b"</sheetData>", b"</sheetData>" + b"<a></a>" * 2_400_000)),
-        "16,777,216 beside its rows",
+        "16,777,216 bytes outside its rows",
     ),
-    "large styles": (changed(PLAIN, lambda xml: xml + b" " * (1 << 24), "xl/styles.xml"), "any part beside its sheets"),
+    "large styles": (changed(PLAIN, lambda xml: xml + b" " * (1 << 24), "xl/styles.xml"), "part other than sheets"),
     "a row far below": (changed(PLAIN, lambda xml: xml.replace(b'r="2"', b'r="999999999"')), "1,048,576 rows"),
     "a column far right": (changed(PLAIN, lambda xml: xml.replace(b'r="B2"', b'r="ZZZ2"')), "16,384 columns"),
 }  # fmt: skip
@@ -245,17 +245,17 @@ def test_a_size_is_bounded_by_what_the_archive_declares(tmp_path, monkeypatch):
     bomb = changed(PLAIN, lambda xml: xml.replace(b"<sheetData>", b"<sheetData>" + b" " * (1 << 20)))
     assert len(bomb) < 1 << 15
     monkeypatch.setattr(excel_files, "MAX_UNPACKED", 1 << 19)
-    with pytest.raises(TaskError, match="expected at most 524,288 bytes unpacked"):
+    with pytest.raises(TaskError, match="at most 524,288 bytes unpacked"):
         rows_of(tmp_path, bomb)
     monkeypatch.setattr(excel_files, "MAX_UNPACKED", 1 << 30)
     monkeypatch.setattr(excel_files, "MAX_OTHER", 1 << 4)
-    with pytest.raises(TaskError, match="and 16 of any part beside its sheets, found more"):
+    with pytest.raises(TaskError, match="and 16 in any part other than sheets"):
         rows_of(tmp_path, PLAIN)
 
 
 def test_cells_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(excel_files, "MAX_CELLS", 3)
-    with pytest.raises(TaskError, match="and 3 cells in"):
+    with pytest.raises(TaskError, match="or 3 cells"):
         rows_of(tmp_path, PLAIN)
 
 

@@ -1,4 +1,4 @@
-"""One generated file of each kind of image, and the values that it must have."""
+"""A generated file for each kind of image, with the values that decoding must give."""
 
 from __future__ import annotations
 
@@ -153,10 +153,10 @@ def test_a_transparent_color_of_a_palette_or_grey_is_white():
     [
         (tiff(RAMP.astype(np.float32)), "its floats have no declared range"),
         (tiff(RAMP.astype(np.float32), low=0.0, high=0.0), "its declared range is empty"),
-        (tiff((RAMP * 5).astype(np.float32), low=0.0, high=1.0), "values outside of its declared range from 0 to 1"),
-        (tiff(np.full((2, 2), np.nan, np.float32), low=0.0, high=1.0), "values outside of its declared range"),
-        (raw_tiff(np.full((2, 2), -5, np.int16), 2), "values outside of its declared range from 0 to 32767"),
-        (with_significant_bits(stored(ramp(65535, np.uint16)), 12), "outside of its declared range from 0 to 4095"),
+        (tiff((RAMP * 5).astype(np.float32), low=0.0, high=1.0), "values outside its declared range from 0 to 1"),
+        (tiff(np.full((2, 2), np.nan, np.float32), low=0.0, high=1.0), "values outside its declared range"),
+        (raw_tiff(np.full((2, 2), -5, np.int16), 2), "values outside its declared range from 0 to 32767"),
+        (with_significant_bits(stored(ramp(65535, np.uint16)), 12), "outside its declared range from 0 to 4095"),
         (b"no image", "its format is unknown"),
         (stored(GREY.astype(np.uint8))[:-30], "it is damaged or cut off"),
     ],

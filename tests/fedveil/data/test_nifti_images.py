@@ -1,4 +1,4 @@
-"""NIfTI files made here: the slice, its values, and refusals that quote nothing."""
+"""Generated NIfTI files: the slice, its values, and refusals that quote no content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed rows: the same loss and gradient as rows apart, in fewer sequences."""
+"""Packed rows have the same loss and gradient as separate rows, in fewer sequences."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def saved(family: str, folder: Path) -> str:
     }[family]()
     with torch.no_grad():
         for p in model.parameters():
-            p.normal_(std=0.3)  # as drawn, attention is nearly even, and what a row sees hardly matters
+            p.normal_(std=0.3)  # with initial weights, attention is nearly uniform, so other tokens hardly matter
     model.save_pretrained(folder)
     for file in own.glob("tokenizer*"):
         shutil.copy(file, folder)
@@ -107,12 +107,14 @@ def test_a_row_whose_target_is_cut_away_counts_nothing():
 
 
 def test_what_cannot_be_packed_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r'train.packing: expected a model of .* gpt2, llama, .* found "opt"'):
+    with pytest.raises(ConfigError, match=r'train.packing: .* only in the families gpt2, llama, not in "opt"'):
         _ = make(saved("opt", tmp_path / "opt"), packing=True).spec
-    with pytest.raises(ConfigError, match=r'train.packing: expected false with an adapter of kind "prefix"'):
+    with pytest.raises(ConfigError, match=r'train.packing: an adapter of kind "prefix" needs a separate row'):
         make("tiny", PrefixAdapter(3), packing=True)
-    with pytest.raises(ConfigError, match=r'train.packing: expected False with the task "image-classification"'):
+    with pytest.raises(
+        ConfigError, match=r'train.packing: the task "image-classification" supports only False, found True'
+    ):
         load_task(run_config.parse({"task.name": "image-classification", "train.packing": True}), LoraAdapter(), "cpu")
     config = run_config.parse({"method.name": "fedavg", "dp.clip-norm": 1.0, "train.packing": True})
-    with pytest.raises(ConfigError, match=r"train.packing: expected false with dp\.\*"):
+    with pytest.raises(ConfigError, match=r"train.packing: dp\.\* computes the gradient of every example"):
         optimizers.check_optimizer(strategies.create_method("fedavg"), config)

@@ -1,4 +1,4 @@
-"""Every row is in exactly one part, every process cuts alike, and an impossible cut is refused."""
+"""Every row is in exactly one part, every process cuts the data in the same way, and impossible cuts are refused."""
 
 from __future__ import annotations
 
@@ -115,15 +115,19 @@ def test_labels_by_hand():
     [
         (DatasetShard(2, 2), task("iid"), "share: expected an index from 0 to 1, found 2"),
         (DatasetShard(-1, 2), task("iid"), "found -1"),
-        (DatasetShard(0, 99), task("iid"), "at least one row per site"),
-        (DatasetShard(0, 9), task("natural"), "at least 9 labels for 9 sites"),
+        (DatasetShard(0, 99), task("iid"), "rows are too few for"),
+        (DatasetShard(0, 9), task("natural"), "labels are too few for 9 sites"),
         (DatasetShard(0, 2), task("pathological", classes_per_site=1), "raise task.classes-per-site to "),
         (DatasetShard(0, 2), task("pathological", classes_per_site=9), "task.partition pathological"),
-        (DatasetShard(0, 9), task("pathological", classes_per_site=0), "expected at least 1 labels for every site"),
+        (
+            DatasetShard(0, 9),
+            task("pathological", classes_per_site=0),
+            "labels are too few for 9 sites, of which all but the last need 1",
+        ),
         (DatasetShard(0, 30), task("dirichlet", alpha=0.001), "raise task.alpha"),
-        (DatasetShard(0, 2), TaskConfig(partition="natural", label_column="nowhere"), "it has id, mr"),
+        (DatasetShard(0, 2), TaskConfig(partition="natural", label_column="nowhere"), "its columns are id, mr"),
         (DatasetShard(0, 2), TaskConfig(partition="natural", label_pattern="food"), "expected one group"),
-        (DatasetShard(0, 2), TaskConfig(partition="natural", label_pattern="("), "expected a regular expression"),
+        (DatasetShard(0, 2), TaskConfig(partition="natural", label_pattern="("), "is not a regular expression"),
     ],
 )
 def test_impossible_cuts_are_refused(share, config, message):

@@ -1,4 +1,4 @@
-"""Rows in the words of a chat template, and how many rows are too long."""
+"""Rows rendered with a chat template, and the number of rows that are too long."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_row_is_what_the_tokenizer_makes_of_the_conversation_and_learns_the_an
     assert tokenizer.decode(row.ids[: row.start]) == asked
     assert tokenizer.decode(row.ids[row.start :]) == f"{TARGET}<|im_end|>"
     (prompt,) = task._tokens.tokenize([task._frame.prompt(SOURCE)])
-    assert task._prompt(prompt, 96) == row.ids[: row.start]  # what generation begins with
+    assert task._prompt(prompt, 96) == row.ids[: row.start]  # the prompt with which generation begins
 
 
 def test_an_answer_that_the_template_leaves_open_gets_the_end_token():
@@ -90,9 +90,9 @@ def test_a_foreign_template_is_bounded_and_named(template, message):
 
 def test_a_template_without_room_for_a_row_and_a_task_without_chats_are_refused():
     task, _ = make(CHATML, chat_template=True, max_tokens=8)
-    with pytest.raises(ConfigError, match="task.max-tokens: expected at least"):
+    with pytest.raises(ConfigError, match="task.max-tokens: the base's chat template takes"):
         task.encode([Example(ROW)])
-    with pytest.raises(ConfigError, match="task.chat-template: expected false"):
+    with pytest.raises(ConfigError, match='task.chat-template: the task "vision-language" does not support it'):
         make(chat_template=True, name="vision-language")
 
 
@@ -112,7 +112,7 @@ def test_cut_rows_are_counted_and_said(caplog):
     longest, _ = make(max_tokens=192)
     with caplog.at_level(logging.WARNING, "fedveil.data"):
         longest.encode([Example({"mr": SOURCE * 40, "ref": "b"})])
-    assert caplog.text.endswith("; shorten the examples: tiny has no more room\n")
+    assert caplog.text.endswith("; shorten the examples, because tiny does not support more tokens\n")
     caplog.clear()
     with caplog.at_level(logging.WARNING, "fedveil.data"):
         task.encode(rows[:1])

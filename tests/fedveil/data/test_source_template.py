@@ -1,4 +1,4 @@
-"""Sources from several columns, by hand."""
+"""Sources composed of several columns, with expected values written by hand."""
 
 import decimal
 import re
@@ -49,7 +49,7 @@ def test_columns_are_those_that_the_template_names():
     assert of("{b} {a} {b}").columns == ("b", "a")
     assert of("", "text").columns == ("text",)
     assert of("").describe_columns() == 'column "text"'
-    assert of("{b} {a}").describe_columns() == 'one of the columns "b", "a" at least'
+    assert of("{b} {a}").describe_columns() == 'at least one of the columns "b", "a"'
     assert of("{b} {a}").describe_values({"b": "secret", "a": ["x"]}) == "a text of 6 characters, a list of 1 entries"
 
 

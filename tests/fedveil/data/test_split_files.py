@@ -1,4 +1,4 @@
-"""The layouts in which people and tools write a split: each is read whole, or refused with what is wrong."""
+"""Layouts of a split that people and tools write: each is read completely, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -155,18 +155,18 @@ def faulty(name: str, folder: Path) -> None:
 
 
 FAULTS = {
-    "a missing shard": "expected 4 shards in .* as the name train-00000-of-00004.parquet says, found 3",
-    "a shard twice": "expected each shard once in .*, found train-1.parquet with a number that another file has",
-    "shards beside a file": "found train.parquet and train-0.parquet; remove one",
-    "two names": "found Training.csv and train.csv; remove one",
-    "other columns": "with the same types and class names, found others in .*train-2.parquet",
-    "no first line": "expected the first line of .*train-0.csv.* found another one in .*train-1.csv",
-    "unfinished": "expected a finished data set in .*found _temporary",
-    "partitioned": "found the folder year; write the data set without partitions",
-    "two formats": "expected files of one format in .*found .jsonl and .parquet",
-    "a file outside": "expected names of .arrow files in the same folder",
-    "no state": "expected the list of files that save_to_disk writes",
-    "a lost file": "expected all files that .* names",
+    "a missing shard": "by the name train-00000-of-00004.parquet, .* should have 4 shards, but it has 3",
+    "a shard twice": "train-1.parquet in .* has the same shard number as another file",
+    "shards beside a file": ": train.parquet and train-0.parquet; keep only one",
+    "two names": ": Training.csv and train.csv; keep only one",
+    "other columns": "the columns of .*train-2.parquet",
+    "no first line": "the first line of .*train-1.csv.* differs from that of .*train-0.csv",
+    "unfinished": "contains _temporary",
+    "partitioned": "has the folder year; write the data set without partitions",
+    "two formats": "must have the same format, found .jsonl and .parquet",
+    "a file outside": "something other than .arrow files in the same folder",
+    "no state": "does not contain the list of files that save_to_disk writes",
+    "a lost file": "some of them are missing",
     "a spreadsheet": r"found Train\.xls; save the table Train\.xls as \.xlsx or as CSV",
 }
 
@@ -181,7 +181,7 @@ def test_a_split_that_is_not_whole_is_refused(tmp_path, name):
 def test_ids_of_one_person_differ_between_files(tmp_path):
     jsonl(tmp_path / "train-0.jsonl", [{"patient": "7"}])
     jsonl(tmp_path / "train-1.jsonl", [{"patient": "07"}])
-    with pytest.raises(TaskError, match="expected one spelling of each id in .* of all 2 files"):
+    with pytest.raises(TaskError, match="have several spellings .* in the split's 2 files"):
         units.group_rows(tmp_path, "train", "patient", [ExampleOrigin(str(tmp_path / "train-0.jsonl"), 1)])
 
 
@@ -194,7 +194,7 @@ def test_class_folders_may_have_another_usual_name(tmp_path):
     for split in ("train", "test"):
         assert images.image_table(tmp_path, split, task).rows["label"] == ["glioma", "notumor"]
     (tmp_path / "train").mkdir()
-    with pytest.raises(TaskError, match="found Training and train; rename one"):
+    with pytest.raises(TaskError, match=": Training and train; rename one"):
         images.image_table(tmp_path, "train", task)
 
 
@@ -203,7 +203,7 @@ def test_class_folders_may_have_another_usual_name(tmp_path):
     [
         (["0.png", "1.png"], "images/{}.png", 'in the folder "images"'),
         (["0", "1"], "images/{}.JPG", 'in the folder "images", with the ending .JPG'),
-        (["0", "1"], "{}.png", "beside the file, with the ending .png"),
+        (["0", "1"], "{}.png", "next to the file, with the ending .png"),
         (["0.png", "1.png"], "train/{}.png", 'in the folder "train"'),
         (["a/0.png", "a/1.png"], "a/{}.png", None),
     ],
@@ -231,11 +231,11 @@ def test_pictures_in_two_places_are_refused_and_names_stay_in_the_folder(tmp_pat
         Image.new("L", (8, 8)).save(tmp_path / folder / "0.png")
     task = parse({"task.target-column": "label"}).task
     (tmp_path / "train.csv").write_text("image,label\n0.png,1\n")
-    with pytest.raises(TaskError, match='found in the folder "a" and in the folder "b"; write their paths'):
+    with pytest.raises(TaskError, match='in the folder "a" and in the folder "b"; write their paths'):
         images.image_table(tmp_path, "train", task)
     (tmp_path / "train.csv").write_text("image,label\n../0.png,1\n")
     (example,) = images.image_table(tmp_path, "train", task).examples("train", None, parse({}))
-    with pytest.raises(TaskError, match="the path leaves the folder"):
+    with pytest.raises(TaskError, match="the path leads outside the data folder"):
         images.image_bytes(example, "image")
 
 
@@ -306,7 +306,7 @@ def test_files_beside_pictures_are_no_rows_beside_the_split_s_table(tmp_path):
     (tmp_path / "train" / "0001.json").write_text("{}")
     assert split_files.split_files(tmp_path, "train") == (tmp_path / "train.csv",)
     csv(tmp_path / "train" / "metadata.csv", ROWS)
-    with pytest.raises(TaskError, match=r"found train\.csv and train/metadata\.csv; remove one"):
+    with pytest.raises(TaskError, match=r": train\.csv and train/metadata\.csv; keep only one"):
         split_files.split_files(tmp_path, "train")
 
 
@@ -328,7 +328,7 @@ def test_shards_may_count_from_1_and_a_huge_count_costs_nothing(tmp_path):
         csv(tmp_path / f"train-{at}-of-2.csv", ROWS)
     assert len(split_files.split_files(tmp_path, "train")) == 2
     csv(tmp_path / "test-0-of-999999999.csv", ROWS)
-    with pytest.raises(TaskError, match="expected 999,999,999 shards in .* found 1, numbered from 0 to 0"):
+    with pytest.raises(TaskError, match="should have 999,999,999 shards, but it has 1, numbered from 0 to 0"):
         split_files.split_files(tmp_path, "test")
     for at in (2, 3):
         csv(tmp_path / f"validation-{at}-of-2.csv", ROWS)
@@ -351,7 +351,7 @@ def test_a_text_that_is_not_utf_8_is_refused_without_its_bytes(tmp_path):
     for more in ({}, {"task.name": "image-classification"}):
         (check,) = data_checks.check_run_data(parse(keys | more).task, [])
         assert (check.verdict, "a text is not UTF-8" in check.text, "secret" in check.text) == ("fail", True, False)
-    table = images.image_table(tmp_path, "train", parse(keys).task)  # the row's own reading says where
+    table = images.image_table(tmp_path, "train", parse(keys).task)  # reading the row reports the position
     assert len(table.rows) == 1
 
 

@@ -1,4 +1,4 @@
-"""The most tokens of an example: given, or by the examples' own lengths, and never without a word."""
+"""The maximum tokens of an example, set or derived from the examples; a derived limit is always logged."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def test_a_context_that_cuts_more_than_5_percent_is_refused_unless_a_length_is_g
     with pytest.raises(TaskError) as refused:
         make(base).encode(many)
     said = str(refused.value)
-    assert said.startswith(f"task.max-tokens: expected examples of which at most 5 % are longer than {CONTEXT} tokens")
-    assert "found 6 of 100 (6.0 %) longer" in said
-    assert said.endswith(f"or set task.max-tokens = {CONTEXT} to train on what is left of them")
+    assert said.startswith(f"task.max-tokens: 6 of 100 (6.0 %) of the examples are longer than {CONTEXT} tokens")
+    assert "but at most 5 % may be" in said
+    assert said.endswith(f"or set task.max-tokens = {CONTEXT} to train on the truncated examples")
     assert int((make(base, task__max_tokens=CONTEXT).encode(many).cuts > 0).sum()) == 6
 
 

@@ -1,4 +1,4 @@
-"""The tokens of conversations under tokenizers of each family and templates of each kind, against values by hand."""
+"""Tokens of conversations under tokenizers and templates of each kind, compared with values computed by hand."""
 
 from __future__ import annotations
 

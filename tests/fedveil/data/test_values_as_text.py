@@ -1,4 +1,4 @@
-"""A value of a text column is read as the text in the file, JSON Lines or Parquet."""
+"""A value in a text column is read as the text that the file contains, in JSON Lines and in Parquet."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_json_is_the_text_of_the_file(tmp_path, task, scratch):
     wanted = [text.strip('"') for text in WRITTEN]
     table = tables.read_table(file, (), tmp_path / "scratch" if scratch else None, ("mr", "ref"))
     assert table["ref"][:] == table["mr"][:] == wanted
-    assert table["other"][:] == [[1.0, 2.5]] * len(WRITTEN)  # a column that is no text has its own type
+    assert table["other"][:] == [[1.0, 2.5]] * len(WRITTEN)  # a column that is not text keeps its type
     assert targets(task, tmp_path) == wanted
     assert len(task.prepare(tmp_path, "train", None, tmp_path / "cache").rows) == len(WRITTEN)
     config = run_config.parse({"task.data": str(tmp_path)})

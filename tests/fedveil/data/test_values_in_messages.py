@@ -1,4 +1,4 @@
-"""No value of a row leaves it: marked rows through every error of every task, and a search of all that is left."""
+"""No row value leaks: marked rows go through every error of every task, and all output is searched for the marks."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ METHOD = {"clip-prompt": "promptfl"}
 
 # Errors of the data that no row takes part in.
 WITHOUT_ROWS = {
-    "expected a folder or file, found none at",
-    "expected a file ending in", "expected a folder or file of rows, found none at", "to stay unchanged while it is",
-    "expected images at <class>", "expected at least one row in", "expected at least one example to train on",
-    ": expected rows for site ", "with dp.unit-column and rows that sites", "expected one file of the split",
-    "bytes in a line of", "bytes in the JSON document", "bytes inflated from", "expected an encoding in the name",
-    "or one set of shards, found", "expected each shard once", "shards in ", "expected a finished data set",
-    "expected files in ", "expected files of one format", "expected one file of rows beside", "files of the split",
-    "expected the list of files", "expected names of .arrow files", "expected all files that", "expected one folder of",
-    "expected one place with the pictures", "bytes unpacked from", "Excel files need the package",
+    "there is no folder or file at",
+    "expected a file ending in", "there is no folder or file of rows at", "was changed while it was read",
+    "expected images at <class>", "has no rows; add some", "there are no examples to train on",
+    " gets no rows", "which dp.unit-column does not allow", "are named for the split",
+    "bytes; write one row per line", "the JSON document", "bytes when decompressed", "does not have a known encoding",
+    "several files or sets of shards", "has the same shard number", "shards in ", "so Spark has not finished writing",
+    "must contain only files", "must have the same format", "has several files of rows next to", "files of the split",
+    "does not contain the list of files", "something other than .arrow files", "some of them are missing",
+    "several folders in", "are in several places", "bytes unpacked", "Excel files need the package",
     "task.data::",  # another error, under another key
 }  # fmt: skip
 

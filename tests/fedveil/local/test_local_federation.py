@@ -1,4 +1,4 @@
-"""The public way to a federation in Python: the same weights as the long way, and errors that say what to do."""
+"""The public Python interface of a federation: the same weights as without it, and errors that say what to do."""
 
 from __future__ import annotations
 
@@ -71,18 +71,18 @@ def test_patients_are_units_in_one_process_too(tmp_path):
         local = LocalFederation.from_config({**flat, "dp.unit-column": unit}, {"a": tmp_path})
         local.run()
         assert local.federation.reports["a"] == {"steps": steps}
-    with pytest.raises(TaskError, match='task.partition: expected "natural"'):
+    with pytest.raises(TaskError, match="would give a unit's rows to several sites"):
         LocalFederation.from_config({**flat, "dp.unit-column": "patient"}, {"a": tmp_path, "b": tmp_path})
 
 
 @pytest.mark.parametrize(
     ("config", "sites", "error", "words"),
     [({"method.nam": "fedavg"}, {"a": DATA}, ConfigError, "method.nam"),
-     ({}, {}, ConfigError, "sites: expected a mapping from each site's name to its folder"),
-     ({"evaluate.held-out": 0.1}, {"a": DATA}, ConfigError, "evaluate.held-out: expected 0.0 for a run in one process"),
+     ({}, {}, ConfigError, "give a mapping from each site's name to its folder"),
+     ({"evaluate.held-out": 0.1}, {"a": DATA}, ConfigError, "evaluate.held-out: a run in one process supports"),
      ({"evaluate.select-model": "best"}, {"a": DATA}, ConfigError, "task.evaluation: .* needs the server's test data"),
-     ({}, 3, ConfigError, "sites: expected a positive number of sites that divide task.data"),
-     ({"run.resume": True}, {"a": DATA}, ConfigError, "run.name: expected the name of a run folder with run.resume"),
+     ({}, 3, ConfigError, "sites: a number of sites must be positive and divide task.data"),
+     ({"run.resume": True}, {"a": DATA}, ConfigError, "run.name: run.resume = True requires it"),
      ({}, {"a": "/nowhere"}, TaskError, "/nowhere")],
 )  # fmt: skip
 def test_what_cannot_be_is_said_before_anything_is_loaded(config, sites, error, words):

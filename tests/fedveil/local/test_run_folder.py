@@ -1,4 +1,4 @@
-"""A run in one process leaves a run folder as a server does, and has names for all of it."""
+"""A run in one process writes the same run folder as a server, and has a name for each part of it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_folder_is_a_servers_and_says_that_it_is_of_one_process(place, tmp_p
     text = local.report(tmp_path / "page.html").read_text()
     assert "study" in text
     assert "in_process" in text
-    with pytest.raises(StateError, match="expected a run that can continue, found one that has ended"):
+    with pytest.raises(StateError, match="this run has ended and cannot continue"):
         local.run()
     with pytest.raises(StateError, match="it already contains a run"):
         federation(place, run__name="study", run__dir=str(tmp_path / "runs"))
@@ -115,7 +115,7 @@ def test_save_is_what_final_is(place, tmp_path):
     saved = local.save(tmp_path / "model")
     assert {file.name for file in saved.iterdir()} == {file.name for file in (run.folder / "final").iterdir()}
     assert {"privacy.json", "PRIVACY.md", "README.md", "server.safetensors"} <= {file.name for file in saved.iterdir()}
-    with pytest.raises(StateError, match="expected a new or empty folder"):
+    with pytest.raises(StateError, match="the folder is not empty"):
         local.save(tmp_path / "model")
 
 
@@ -264,7 +264,7 @@ def test_an_audit_gets_the_sites_rows(place, monkeypatch):
     monkeypatch.setattr(Run, "audit", lambda self, *of: asked.append(of) or object.__new__(AuditOutcome))
     local = federation(place, run__rounds=1)
     local.run()
-    with pytest.raises(StateError, match="run.capture-messages: expected true"):
+    with pytest.raises(StateError, match="run.capture-messages: an audit attacks the captured messages"):
         local.audit()
     local = federation(place, run__rounds=1, run__capture_messages=True)
     local.run()
@@ -291,7 +291,7 @@ def test_an_error_is_recorded(place, tmp_path, monkeypatch):
 
 
 def test_a_limit_on_epsilon_is_refused_because_no_ledger_would_enforce_it(place):
-    with pytest.raises(ConfigError, match=r"^dp\.epsilon, or epsilon in method\.params: expected none .* found 8;"):
+    with pytest.raises(ConfigError, match=r"^dp\.epsilon, or epsilon in method\.params: .* the limit 8;"):
         federation(
             place,
             run__deterministic=False,

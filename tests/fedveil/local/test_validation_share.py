@@ -1,4 +1,4 @@
-"""evaluate.validation-share in one process: which rows are trained on, which decide, and which model is the result."""
+"""evaluate.validation-share in one process: the rows for training and selection, and the resulting model."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def test_what_cannot_be_is_refused(tmp_path):
     few = tmp_path / "few"
     few.mkdir()
     (few / "train.csv").write_text("1,2,3,4,1\n")
-    with pytest.raises(TaskError, match="evaluate.validation-share: expected at least one row of the site few"):
+    with pytest.raises(TaskError, match="evaluate.validation-share: the site few needs at least one row"):
         LocalFederation.from_config(flat, folders | {"few": few})
     local = LocalFederation.from_config(flat, folders)
-    with pytest.raises(ConfigError, match="evaluate.validation-share: expected a run whose sites train on all their"):
+    with pytest.raises(ConfigError, match="evaluate.validation-share: the sites held out"):
         site_members(AuditDataSource(sites=folders), local.config, local.task, SITES, SITES)

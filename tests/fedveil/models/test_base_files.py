@@ -1,4 +1,4 @@
-"""Faults of a base: each is refused with one sentence, before a round."""
+"""Faults of a base are each refused with one sentence, before any round."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def test_an_adapter_is_no_base(base, file, with_config):
     (base / file).write_text("{}")
     if not with_config:
         (base / "config.json").unlink()
-    with pytest.raises(TaskError, match=r"found an adapter .*; merge it into its base first"):
+    with pytest.raises(TaskError, match=r"contains an adapter .*; merge it into its base first"):
         load(base)
 
 
 def test_a_config_that_says_4_bit_over_plain_weights_is_refused(base):
     change_config(base, quantization_config=BNB)
-    with pytest.raises(TaskError, match="expected quantized weights in .* found plain ones; remove quantization"):
+    with pytest.raises(TaskError, match="has quantized weights, but they are not quantized; remove quantization"):
         load(base)
     with pytest.raises(TaskError, match=r"because all of them are trained, found quantized ones \(bitsandbytes in"):
         load(base, AllWeightsAdapter())
@@ -88,7 +88,7 @@ def test_weights_that_are_no_numbers_are_refused(base, value):
     name = sorted(name for name, tensor in tensors.items() if tensor.ndim == 2)[3]
     tensors[name][1, 2] = value
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(TaskError, match=r"expected finite weights in .*, found NaN or infinity in "):
+    with pytest.raises(TaskError, match=r"contains NaN or infinity"):
         load(base).base  # noqa: B018
 
 
@@ -105,7 +105,7 @@ def test_a_token_without_a_row_of_the_embedding_is_refused_before_a_step(base):
     task = load(base)
     texts = [{"source": "name", "target": "Aromi"}, {"source": "name", "target": "a <one more> b"}]
     assert len(task.encode(Example.from_columns(texts[:1]))) == 1  # as with Gemma 3 1B, whose texts have no image
-    with pytest.raises(TaskError, match=f"below {rows:,}, the rows of the embedding .*, found token {rows:,} from"):
+    with pytest.raises(TaskError, match=f"gives token {rows:,}, but the embedding has only {rows:,} rows"):
         task.encode(Example.from_columns(texts))
 
 
@@ -124,7 +124,7 @@ def test_a_classifier_of_texts_refuses_a_token_without_a_row_of_the_embedding(tm
     small_classifiers.save_base(tmp_path, "bert")
     rows = add_token(tmp_path)
     task = small_classifiers.make_task(task__model=str(tmp_path))
-    with pytest.raises(TaskError, match=f"expected tokens below {rows:,}, .*, found token {rows:,} from"):
+    with pytest.raises(TaskError, match=f"gives token {rows:,}, but the embedding has only {rows:,} rows"):
         task.encode(Example.from_columns([{"note": "no <one more>", "ward": "lung"}]))
 
 
@@ -150,7 +150,7 @@ def test_an_encoder_is_no_causal_model(base, kind):
     size = json.loads((base / "config.json").read_text())["vocab_size"]
     ENCODERS[kind](size).save_pretrained(base)
     (base / "generation_config.json").unlink(missing_ok=True)
-    with pytest.raises(TaskError, match=f'found the encoder "{kind}" in .*; use a decoder such as Llama, or the task'):
+    with pytest.raises(TaskError, match=rf'is an encoder \("{kind}"\), .*; use a decoder such as Llama, or the task'):
         load(base).base  # noqa: B018
 
 

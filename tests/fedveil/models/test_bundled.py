@@ -1,4 +1,4 @@
-"""Where the tiny base is found, what it was shown, and that its script repeats itself."""
+"""The tiny base: where it is found, its training data, and the reproducibility of its script."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_nowhere_is_none_and_a_task_that_needs_one_says_how_to_get_it(tmp_path, 
     assert bundled.bundled_folder(TEXT) is None
     task = tasks.load_task(parse({}), LoraAdapter(), "cpu")
     with pytest.raises(
-        TaskError, match=r'tiny base of "text-generation", found none; install fedveil .*FEDVEIL_ASSETS'
+        TaskError, match=r'tiny base of "text-generation" is not installed; install fedveil .*FEDVEIL_ASSETS'
     ):
         task.spec  # noqa: B018
 

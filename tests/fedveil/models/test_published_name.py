@@ -1,4 +1,4 @@
-"""The name of a base in files that others read."""
+"""The name of the base in files that others read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tail of the normal distribution to 60 digits, by the decimals of the standard library."""
+"""The tail of the normal distribution to 60 digits, computed with the standard library's decimals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Epsilon of sampled steps, against published figures and an accountant of the tests' own."""
+"""Epsilon of sampled steps, compared with published figures and with the tests' own accountant."""
 
 from __future__ import annotations
 

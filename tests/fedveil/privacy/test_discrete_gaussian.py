@@ -1,4 +1,4 @@
-"""Integer noise against its exact weights, and against the sampler of Canonne, Kamath, Steinke 2020 written plainly."""
+"""Integer noise compared with its exact weights, and with a plain version of Canonne, Kamath and Steinke's sampler."""
 
 from __future__ import annotations
 

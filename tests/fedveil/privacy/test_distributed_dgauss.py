@@ -1,4 +1,4 @@
-"""Noise in a sum: what it is worth, what it is for, and what is refused."""
+"""Noise in a sum: its epsilon, its uses, and refusals."""
 
 from __future__ import annotations
 
@@ -335,8 +335,8 @@ def test_the_scale_is_as_fine_as_noise_makes_sensible_and_its_table_small(bits, 
 @pytest.mark.parametrize(
     "name,changes,reason",
     [
-        ("fedavg", {"secure__enabled": False}, 'secure.noise: expected "site" with secure.enabled = false'),
-        ("fedavg", {"secure__max_weight": 2}, "secure.max-weight: expected 1"),
+        ("fedavg", {"secure__enabled": False}, 'secure.noise: "sum" requires secure.enabled = true'),
+        ("fedavg", {"secure__max_weight": 2}, 'secure.max-weight: secure.noise = "sum" requires 1'),
         (
             "fedavg",
             {"secure__max_colluders": 5},
@@ -345,11 +345,11 @@ def test_the_scale_is_as_fine_as_noise_makes_sensible_and_its_table_small(bits, 
         ("fedavg", {"dp__noise_multiplier": 0.0}, "without noise"),
         ("fedavg", {"train__max_steps": 2}, "train.max-steps: expected 1 .*found 2: a second step would compute"),
         ("fedavg", {"train__max_steps": 0}, "train.max-steps: expected 1"),
-        ("dp_fpl", {"fields": "exchange = 'epoch'"}, 'exchange: expected "batch"'),
-        ("dp_fpl", {"fields": "clipped = 'texts'"}, 'clipped: expected "prompt"'),
-        ("dp_fpl", {"fields": "mode = 'paper'\nepsilon = 1.0"}, 'mode: expected "strict"'),
-        ("dp_fpl", {"fields": "wire_dtype = 'bfloat16'"}, 'wire_dtype: expected "float32"'),
-        ("dp_fpl", {"fields": "sampling = 'fixed'"}, "sampling: expected"),
+        ("dp_fpl", {"fields": "exchange = 'epoch'"}, 'exchange: secure.noise = "sum" requires "batch"'),
+        ("dp_fpl", {"fields": "clipped = 'texts'"}, 'clipped: secure.noise = "sum" requires "prompt"'),
+        ("dp_fpl", {"fields": "mode = 'paper'\nepsilon = 1.0"}, 'mode: secure.noise = "sum" requires "strict"'),
+        ("dp_fpl", {"fields": "wire_dtype = 'bfloat16'"}, 'wire_dtype: secure.noise = "sum" requires "float32"'),
+        ("dp_fpl", {"fields": "sampling = 'fixed'"}, "sampling: secure.noise"),
         ("dp_fpl", {"fields": "noise_local = 0.0"}, "without noise"),
     ],
 )
@@ -366,7 +366,7 @@ def test_a_run_without_noise_is_refused_and_one_with_it_keeps_its_budget():
 
 
 def test_noise_that_no_ring_holds_is_refused():
-    with pytest.raises(ConfigError, match="secure.clip-bound: expected a bound"):
+    with pytest.raises(ConfigError, match="secure.clip-bound: .* is too large for"):
         claimed(dp__learning_rate=1e-7).scale(1000, 1e6, 2**31 / 10)
     with pytest.raises(ConfigError, match="secure.clip-bound"):
         claimed().scale(1 << 31, 1.0, 2**62)

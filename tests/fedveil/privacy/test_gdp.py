@@ -1,4 +1,4 @@
-"""mu of Gaussian differential privacy: exact for Gaussian steps, a bound on the accountant's whole curve otherwise."""
+"""mu of Gaussian differential privacy: exact for Gaussian steps, otherwise a bound on the accountant's whole curve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an epsilon assumes of the server beside its noise."""
+"""Assumptions of an epsilon about the server, apart from its noise."""
 
 from __future__ import annotations
 
@@ -56,8 +56,11 @@ def test_steps_of_a_ledger_tell_the_same():
             {"method.name": "fedavg", "dp.clip-norm": 1.0, "dp.noise-multiplier": 1.0, "task.examples-per-site": 9},
             "= 9",
         ),
-        ({"method.name": "fedavg", "dp.unit-column": "", "dp.unit-rows": 4}, "together with dp.unit-column"),
-        ({"method.name": "fedavg", "dp.unit-column": "", "dp.no-unit": "one"}, "dp.no-unit: .*together with"),
+        ({"method.name": "fedavg", "dp.unit-column": "", "dp.unit-rows": 4}, "it requires dp.unit-column"),
+        (
+            {"method.name": "fedavg", "dp.unit-column": "", "dp.no-unit": "one"},
+            "dp.no-unit: it requires dp.unit-column",
+        ),
         ({"method.name": "fedavg", "dp.unit-column": "", "dp.unit": "row"}, "dp.unit: .* found a run without one"),
         ({"method.name": "dp_fpl", "dp.unit": "row"}, 'dp.unit: .* found dp.unit-column = "patient"'),
     ],
@@ -87,7 +90,9 @@ def test_a_unit_is_taken_with_dp_and_with_strict_dp_fpl(noise, secure):
 def test_a_guarantee_needs_a_length_that_does_not_depend_on_the_rows(task):
     config = parse({"task.name": task, "method.name": "fedavg", **NOISY})
     claim = guarantee_of(strategies.create_method("fedavg"), config)
-    with pytest.raises(ConfigError, match=r"task.max-tokens: expected a length .*; add task.max-tokens = 512"):
+    with pytest.raises(
+        ConfigError, match=r"task.max-tokens: a privacy claim requires a length, .*; add task.max-tokens = 512"
+    ):
         check_public_length(claim, config)
     check_public_length(claim, parse(config.flat() | {"task.max-tokens": 64}))
     check_public_length(None, config)

@@ -1,4 +1,4 @@
-"""The words of a guarantee, and class names that it must not depend on."""
+"""The text of a guarantee, and class names that it must not depend on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_class_names_from_a_site_s_data_are_refused_under_a_guarantee(keys):
     """One row's label can add a class, which changes the loss of every row: no clip bounds that."""
     config = parse({"task.name": "clip-prompt"} | keys)
     method = strategies.create_method(config.method.name, "")
-    with pytest.raises(ConfigError, match="task.class-names: expected the public names of all classes"):
+    with pytest.raises(ConfigError, match="task.class-names: a privacy claim requires the public names of all classes"):
         check_guarantee(method, config, has_row_gradients=True)
     named = parse({"task.name": "clip-prompt", "task.class-names": "cat, dog"} | keys)
     assert check_guarantee(method, named, has_row_gradients=True) is not None

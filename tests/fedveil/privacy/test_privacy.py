@@ -144,7 +144,7 @@ def test_coarse_grids_find_the_noise_and_the_digits_of_the_finest(steps, batch, 
     monkeypatch.setattr(accounting, "_distributions", lambda *a: multiples.append(a[2]) or original(*a))
     accounting._epsilon.cache_clear()
     noise_multiplier = accounting.noise_multiplier_for(cost, wished, DELTA, neighbours)
-    assert multiples.count(1) <= 3  # what takes the time
+    assert multiples.count(1) <= 3  # this takes most of the time
     assert accounting.compute_epsilon(cost(noise_multiplier), DELTA, neighbours) <= wished
     assert (
         accounting.compute_epsilon(cost(noise_multiplier / 2 ** (1 / 1024)), DELTA, neighbours) > wished

@@ -1,4 +1,4 @@
-"""Warnings of settings that promise next to nothing, at their limits."""
+"""Warnings about settings with almost no privacy, tested at their limits."""
 
 from __future__ import annotations
 

@@ -41,9 +41,9 @@ def test_the_count_is_the_product(sizes):
 @pytest.mark.parametrize(
     ("texts", "seeds", "words"),
     [(["train.epochs"], 1, "expected KEY=VALUE"), (["=1"], 1, "KEY=VALUE"), (["train.epochs="], 1, "KEY=VALUE"),
-     (["train.epochs=1", "train.epochs=2"], 1, "each key once"), (["train.epochs=1,1"], 1, "different values"),
-     (["run.seed=1,2"], 1, "which the sweep sets"), (["run.name=a,b"], 1, "which the sweep sets"),
-     (["train.epochs=[1,"], 1, "expected a TOML list"), (["train.epochs=[]"], 1, "different values"),
+     (["train.epochs=1", "train.epochs=2"], 1, "each key once"), (["train.epochs=1,1"], 1, "must differ"),
+     (["run.seed=1,2"], 1, "the sweep itself sets"), (["run.name=a,b"], 1, "the sweep itself sets"),
+     (["train.epochs=[1,"], 1, "expected a TOML list"), (["train.epochs=[]"], 1, "must differ"),
      (["train.epochs=1"], 0, "--seeds: expected 1 to"), (["train.epochs=1"], 101, "--seeds: expected 1 to")],
 )  # fmt: skip
 def test_a_grid_that_cannot_be_is_refused(texts, seeds, words):

@@ -1,4 +1,4 @@
-"""A sweep runs every cell once, goes on where it was interrupted, and ends with a table and a picture."""
+"""A sweep runs every cell once, continues after an interruption, and ends with a table and a figure."""
 
 from __future__ import annotations
 
@@ -105,10 +105,10 @@ def test_another_config_is_another_run(place, tmp_path):
 
 @pytest.mark.parametrize(
     ("keys", "grid", "words"),
-    [({"run__name": "mine"}, "train.epochs=1", "run.name: expected none for a sweep"),
-     ({"task__evaluation": ""}, "train.epochs=1", "task.evaluation: expected test data"),
+    [({"run__name": "mine"}, "train.epochs=1", "run.name: a sweep names its own runs"),
+     ({"task__evaluation": ""}, "train.epochs=1", "task.evaluation: a sweep needs test data"),
      ({}, "train.epoch=1", "train.epoch"), ({}, "train.epochs=1,-1", "train.epochs"),
-     ({}, "cohort.max-retries=1", "cohort.max-retries: expected 2 for a run in one process")],
+     ({}, "cohort.max-retries=1", "cohort.max-retries: a run in one process supports only 2")],
 )  # fmt: skip
 def test_a_wrong_config_is_refused_before_the_first_run(place, tmp_path, keys, grid, words):
     with pytest.raises(ConfigError, match=words):
@@ -130,7 +130,7 @@ def test_the_command_ends_with_a_table_and_a_picture(place, tmp_path, capsys):
     assert "best mean loss: train.learning-rate=0.2" in shown
     assert 'xmlns="http://www.w3.org/2000/svg"' in (tmp_path / "out" / "sweep.svg").read_text()
     assert main([*arguments(place, tmp_path / "out"), "--sites", "2"]) == 2
-    assert "give one of the two" in capsys.readouterr().err
+    assert "give either --site" in capsys.readouterr().err
     assert main([*arguments(place, tmp_path / "out"), "--site", "north"]) == 2
 
 

@@ -1,4 +1,4 @@
-"""Folders with small bases for text classification, with a tokenizer of whole words, and rows that they can learn."""
+"""Small bases for text classification, with a whole-word tokenizer, and rows that they can learn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders with small bases for token classification, with tokenizers that cut words into pieces, and sentences."""
+"""Small bases for token classification, with tokenizers that split words into pieces, and sentences."""
 
 from __future__ import annotations
 

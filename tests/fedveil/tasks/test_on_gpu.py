@@ -1,4 +1,4 @@
-"""Tasks with images on a GPU: a turn ends as on the CPU, what it is scored by as well, and each row's gradient."""
+"""Image tasks on a GPU: training and scores agree with the CPU, and so does each row's gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedveil.training import per_example
 from tests.fedveil.tasks.test_image_classification import NAMES, picture
 from tests.fedveil.training.small import apart
 
-# A learning rate by which three steps change what is scored.
+# A learning rate with which three steps change the scores.
 TASKS: dict[str, tuple[str, Adapter, dict[str, object]]] = {
     "ViT": ("image-classification", AllWeightsAdapter(), {"task.from-scratch": True, "task.num-classes": 3}),
     "ViT, LoRA": ("image-classification", LoraAdapter(rank=2), {"task.from-scratch": True, "task.num-classes": 3}),

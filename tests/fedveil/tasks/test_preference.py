@@ -1,4 +1,4 @@
-"""DPO: its loss beside a twin that knows only transformers and PEFT, one gradient per pair, and what is refused."""
+"""DPO: its loss compared with a reference that uses only transformers and PEFT, one gradient per pair, refusals."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_pair_that_is_cut_keeps_one_prompt_and_counts_once(caplog):
 def test_cut_pairs_have_one_prompt_and_fit(limit, source, chosen, rejected):
     task = make()._of_chosen
 
-    class Tokens:  # one token a character, so that no token has characters of prompt and answer
+    class Tokens:  # one token per character, so that no token spans prompt and answer
         @staticmethod
         def tokenize(texts):
             from fedveil.data.tokenization import MarkedTokens
@@ -212,27 +212,27 @@ def test_rows_without_an_answer_are_refused_or_left_out_and_counted(tmp_path):
     prepared = make(task__empty_texts="drop").prepare(tmp_path, "train")
     assert (len(prepared.rows), prepared.dropped, prepared.counts.read_rows) == (5, 2, 7)
     (tmp_path / "test.jsonl").write_text(json.dumps(gaps[-1]) + "\n")
-    with pytest.raises(TaskError, match="a prompt and two answers in at least one of 1 rows"):
+    with pytest.raises(TaskError, match="none of the 1 rows of the split .* has a prompt and two answers"):
         make(task__empty_texts="drop").examples(tmp_path, "test")
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b"}) + "\n")
     with pytest.raises(TaskError, match='expected column "rejected"'):
         task.examples(tmp_path, "train")
-    with pytest.raises(TaskError, match="at least one to score"):
+    with pytest.raises(TaskError, match="there are none to score"):
         task.evaluate(drawn(task), [], False)
 
 
 @pytest.mark.parametrize(
     "adapter,keys,message",
     [
-        (AllWeightsAdapter(), {}, 'adapter.kind: expected "lora" with the task "preference"'),
-        (LoraAdapter(), {"task__rejected_column": "chosen"}, "task.rejected-column: expected another column"),
+        (AllWeightsAdapter(), {}, 'adapter.kind: the task "preference" requires "lora"'),
+        (LoraAdapter(), {"task__rejected_column": "chosen"}, "task.rejected-column: this is"),
         (
             LoraAdapter(),
             {"task__messages_column": "m", "task__chat_template": True},
-            "task.messages-column: expected none",
+            'task.messages-column: the task "preference" reads',
         ),
-        (LoraAdapter(), {"train__packing": True}, "train.packing: expected False"),
-        (LoraAdapter(), {"train__loss_mask": "all"}, "train.loss-mask: expected 'targets'"),
+        (LoraAdapter(), {"train__packing": True}, 'train.packing: the task "preference" supports only False'),
+        (LoraAdapter(), {"train__loss_mask": "all"}, "train.loss-mask: the task .* supports only 'targets'"),
     ],
 )
 def test_what_it_cannot_do_is_refused(adapter, keys, message):
@@ -242,7 +242,7 @@ def test_what_it_cannot_do_is_refused(adapter, keys, message):
 
 def test_other_tasks_refuse_its_beta():
     config = run_config.parse({"train.preference-beta": 0.5})
-    with pytest.raises(ConfigError, match='train.preference-beta: expected 0.1 with the task "text-generation"'):
+    with pytest.raises(ConfigError, match='train.preference-beta: the task "text-generation" supports only 0.1'):
         load_task(config, LoraAdapter(), "cpu")
     with pytest.raises(ConfigError, match="train.preference-beta"):
         run_config.parse({"train.preference-beta": 0.0})
@@ -252,10 +252,10 @@ def test_a_private_run_needs_a_length():
     config = run_config.parse(COLUMNS | {"dp.clip-norm": 1.0, "dp.noise-multiplier": 1.0})
     claim = check_guarantee(FedAvg(), config, has_row_gradients=True)
     assert claim is not None
-    with pytest.raises(ConfigError, match="task.max-tokens: expected a length"):
+    with pytest.raises(ConfigError, match="task.max-tokens: a privacy claim requires a length"):
         check_public_length(claim, config)
     dropped = run_config.parse(config.flat() | {"task.empty-texts": "drop"})
-    with pytest.raises(ConfigError, match='task.empty-texts: expected "refuse" with a privacy claim'):
+    with pytest.raises(ConfigError, match='task.empty-texts: with "drop"'):
         check_guarantee(FedAvg(), dropped, has_row_gradients=True)
 
 

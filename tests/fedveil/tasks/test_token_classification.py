@@ -1,4 +1,4 @@
-"""Token classification on small bases: tokens and loss against transformers' own, forms of data, scores, bad input."""
+"""Token classification on small bases: tokens and loss compared with transformers', data formats, scores, bad input."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_new_head_is_the_same_at_every_site_of_a_run_and_another_in_another_ru
         named = {n.replace(".base_layer.", "."): p for n, p in task.base.model.named_parameters() if "lora" not in n}
         return named[f"{name}.weight"].detach().clone()
 
-    torch.manual_seed(5)  # what the library would draw from
+    torch.manual_seed(5)  # the generator that the library would draw from
     one, again, other = head(3), head(3), head(4)
     assert one.shape == (5, 32)
     assert torch.equal(one, again)
@@ -243,11 +243,13 @@ def test_every_kind_of_label_is_a_column_up_to_a_limit():
     assert all(len(row) == 102 for row in flat)
     assert flat[7]["k7"] == [{"n": 1}, {"n": 2}]
     assert flat[7]["k8"] == []
-    with pytest.raises(TaskError, match=r'at most 100 kinds of labels \(from_name\) in "a.json", found 101; export'):
+    with pytest.raises(
+        TaskError, match=r'a.json" has 101 kinds of labels \(from_name\), but at most 100 are allowed; export'
+    ):
         label_studio.flatten_rows(kinds(101), Path("a.json"))
 
 
-CONLL = {  # the lines of a file, and its words or the reason why it has none
+CONLL = {  # the lines of a file, and its words or the reason for a refusal
     "a document before tabs": ("-DOCSTART- -X- O\n\nNew York\tB-X\nis\tO\n", [["New York", "is"]]),
     "a document within": ("a O\n-DOCSTART-\tO\nb O\n", [["a"], ["b"]]),
     "a word like a document": ("-DOCSTART-x O\n", [["-DOCSTART-x"]]),
@@ -256,7 +258,7 @@ CONLL = {  # the lines of a file, and its words or the reason why it has none
     "one number": ("5 CD O\n", [["5"]]),
     "numbers from 1": ("a NN O\n\n1 a O\n2 b O\n", "the numbers of the words before line 5"),
     "numbers from 0": ("a NN O\n\n0 a O\n1 b O\n\n", "the numbers of the words before line 5"),
-    "only numbers": ("1 a O\n\n7 b O\n9 c O\n\n", "found only numbers; write the words into the first column"),
+    "only numbers": ("1 a O\n\n7 b O\n9 c O\n\n", "found only numbers; put the words into the first column"),
 }
 
 
@@ -297,7 +299,7 @@ def test_numbers_with_stored_names_are_those_names(bases, tmp_path):
     assert tags_of(scheme, scheme.encode(scheme.examples(ends, "train"))[0]) == ["O", "B-DRUG", "I-DRUG"]
     other = write(tmp_path / "other", ["O", "B-DRUG", "I-DRUG", "B-SITE", "I-SITE"], [0, 1, 2])
     examples = task.examples(other, "train")
-    words = r"among the 5 of the run \(O, B-DRUG.*found 5 \(O, B-DRUG.*, of which the others lack B-SITE, I-SITE"
+    words = r"among the 5 of the run \(O, B-DRUG.*found 5 \(O, B-DRUG.*; the unknown ones are B-SITE, I-SITE"
     for refusing in (task.require_shared_classes, lambda: task.encode(examples)):
         with pytest.raises(TaskError, match=words):
             refusing()
@@ -308,14 +310,17 @@ def of_text(target: object) -> dict[str, object]:
 
 
 WRONG = {
-    "no words": ({"tokens": [], "ner_tags": []}, "a list of words, none of them empty, .* found an empty list"),
-    "no source": (ROW | {"tokens": None}, r"a list of words, or a text, .* found no value \(null\)"),
+    "no words": ({"tokens": [], "ner_tags": []}, "a list of nonempty words .* found an empty list"),
+    "no source": (ROW | {"tokens": None}, r"a list of words or a text .* found no value \(null\)"),
     "an empty word": (ROW | {"tokens": ["takes", "", "acid", "5", "mg"]}, "found an empty text as one of them"),
     "a word that is null": (ROW | {"tokens": ["takes", None, "a", "5", "mg"]}, "found no value .* as one of them"),
-    "no tags": (ROW | {"ner_tags": None}, r"a list of tags, one for each word, .* found no value \(null\)"),
-    "tags in a text": (ROW | {"ner_tags": "O O O O O"}, "a list of tags, .* found a text of 9 characters"),
-    "fewer tags": (ROW | {"ner_tags": ["O"]}, "expected 5 tags, one for each word, .* found 1"),
-    "another entity": (ROW | {"ner_tags": ["O"] * 4 + ["B-SITE"]}, "a tag at word 5 that is not in task.class-names"),
+    "no tags": (ROW | {"ner_tags": None}, r"a list with one tag per word .* found no value \(null\)"),
+    "tags in a text": (ROW | {"ner_tags": "O O O O O"}, "a list with one tag per word .* found a text of 9 characters"),
+    "fewer tags": (ROW | {"ner_tags": ["O"]}, "expected 5 tags, one per word, .* found 1"),
+    "another entity": (
+        ROW | {"ner_tags": ["O"] * 4 + ["B-SITE"]},
+        "a tag at word 5 that does not belong to task.class-names",
+    ),
     "iob1": (ROW | {"ner_tags": ["O", "I-DRUG", "I-DRUG", "O", "O"]}, 'word 2.* "iob2" \\(or "iob1"'),
     "iobes": (ROW | {"ner_tags": ["O", "B-DRUG", "E-DRUG", "O", "O"]}, 'a tag at word 3 .*or "iob1", "iobes"'),
     "numbers": (ROW | {"ner_tags": [0, 1, 2, 3, 4]}, "found an integer at word 1.* give all tags in task.class-names"),
@@ -335,7 +340,7 @@ WRONG = {
     "no name": (of_text([{"start": 6, "end": 16, "labels": None}]), "or without a name"),
     "offsets of UTF-16": (
         {"tokens": f"🙂 {TEXT}", "ner_tags": [{"start": 9, "end": 19, "labels": ["DRUG"], "text": "folic acid"}]},
-        "span 1 with another text than stands at its offsets",
+        "span 1 with a text that differs from the text at its offsets",
     ),
 }
 
@@ -364,7 +369,7 @@ def test_numbers_of_tags_count_in_the_order_that_people_wrote(bases):
 
 def test_a_scheme_is_for_tags(bases):
     task = make_task(task__model=str(bases / "bert"), task__tag_scheme="iobes")
-    with pytest.raises(TaskError, match='task.tag-scheme: expected "iob2" with spans, .* found "iobes"'):
+    with pytest.raises(TaskError, match='task.tag-scheme: "iobes" has no effect, because spans'):
         encode(task, [of_text(SPANS)])
 
 
@@ -381,7 +386,7 @@ def test_texts_that_are_cut_are_counted_and_their_last_words_are_not_learned(bas
     ]
     whole = make_task(task__model=str(bases / "bert"), task__max_tokens=0)
     assert not whole.find_cut(encode(whole, rows)).any()
-    with pytest.raises(TaskError, match=r"at most 5 % are longer than 64 tokens.* found 1 of 2"):
+    with pytest.raises(TaskError, match=r"1 of 2 .* of the examples are longer than 64 tokens"):
         encode(whole, [{"tokens": ["acid"] * n, "ner_tags": ["O"] * n} for n in (5, 70)])
 
 
@@ -392,22 +397,24 @@ def test_spans_with_space_and_words_without_a_token_are_counted(bases, caplog):
     with caplog.at_level(logging.WARNING, "fedveil.data"):
         (row,) = encode(task, [spaced])
     assert tags_of(task, row) == ["O", "B-DOSE", "I-DOSE"]
-    assert caplog.messages == ["task.data: 1 spans begin or end with space, which is left out of them"]
+    assert caplog.messages == ["task.data: 1 spans begin or end with whitespace, which is ignored"]
     caplog.clear()
     bert = make_task(task__model=str(bases / "bert"))
     with caplog.at_level(logging.WARNING, "fedveil.data"):
         (row,) = encode(bert, [{"tokens": "takes 5äö mg", "ner_tags": [[7, 9, "DOSE"]]}])  # "5äö" is one [UNK]
     assert tags_of(bert, row) == ["O", "O", "O"]
-    assert caplog.messages == ["task.data: 1 words begin no token of the base, and are neither learned nor scored"]
-    with pytest.raises(TaskError, match="at least one word that begins a token of the base, .* in a row with"):
+    assert caplog.messages == [
+        "task.data: 1 words do not begin a token of the base, so they are neither learned nor scored"
+    ]
+    with pytest.raises(TaskError, match="no word in a row with .* begins a token of the base"):
         encode(bert, [{"tokens": ["\u0000"], "ner_tags": ["O"]}])
 
 
 @pytest.mark.parametrize(
     "keys, words",
     [
-        ({"task__class_names": ""}, "task.class-names: expected the names of all entities, .* found none"),
-        ({"task__class_names": "O,PER"}, 'task.class-names: expected "O", and "B-" and "I-" of every entity'),
+        ({"task__class_names": ""}, "task.class-names: set it to the names of all entities"),
+        ({"task__class_names": "O,PER"}, '"O", and "B-" and "I-" for every entity'),
         ({"task__multi_label": True}, "task.multi-label"),
         ({"task__source_template": "{a} {b}"}, "task.source-template"),
         ({"task__empty_texts": "drop"}, "task.empty-texts"),
@@ -415,7 +422,10 @@ def test_spans_with_space_and_words_without_a_token_are_counted(bases, caplog):
         ({"task__chat_template": True}, "task.chat-template"),
         ({"train__loss_mask": "all"}, "train.loss-mask"),
         ({"task__tag_scheme": "conll"}, "task.tag-scheme"),
-        ({"task__name": "text-classification", "task__tag_scheme": "iob1"}, 'task.tag-scheme: expected "iob2" with'),
+        (
+            {"task__name": "text-classification", "task__tag_scheme": "iob1"},
+            'task.tag-scheme: the task "text-classification"',
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(bases, keys, words):
@@ -425,7 +435,7 @@ def test_settings_that_do_not_fit_are_refused(bases, keys, words):
 
 @pytest.mark.parametrize("adapter", [PromptAdapter(), PrefixAdapter()], ids=["prompt", "prefix"])
 def test_prompts_and_prefixes_are_refused_with_the_reason(adapter):
-    with pytest.raises(ConfigError, match='expected LoRA pairs or all weights for the task "token-classification"'):
+    with pytest.raises(ConfigError, match='the task "token-classification" supports LoRA pairs or all weights'):
         make_task(adapter)
 
 
@@ -439,7 +449,7 @@ def test_without_an_entity_only_the_accuracy_is_scored(bases, caplog):
     rows = Example.from_columns([{"tokens": ["takes", "no"], "ner_tags": ["O", "O"]}])
     with caplog.at_level(logging.WARNING, "fedveil.data"):
         assert set(task.evaluate(task.initial(stream()), rows, False)) == {"loss", "accuracy"}
-    with pytest.raises(TaskError, match="expected at least one to score"):
+    with pytest.raises(TaskError, match="there are none to score"):
         task.evaluate(task.initial(stream()), [], False)
 
 

@@ -1,4 +1,4 @@
-"""Every method over token classification: it trains the head and the base, or refuses with the reason."""
+"""Every method with token classification either trains the head and the base, or refuses with the reason."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def flat(place, method: str, kind: str, **keys: object) -> dict[str, object]:
 def test_a_method_trains_the_head_and_the_base_or_says_why_not(place, method):
     kind = "llama" if METHODS.index(method) % 2 else "bert"
     if strategies.create_method(method, PARAMS.get(method, "")).adapter.mount != "layers":
-        with pytest.raises(ConfigError, match='adapter.kind: expected LoRA pairs or all weights for the task "token'):
+        with pytest.raises(ConfigError, match='the task "token-classification" supports LoRA pairs or all'):
             LocalFederation.from_config(flat(place, method, kind), {"a": place / "a"})
         return
     federation = LocalFederation.from_config(flat(place, method, kind), {site: place / site for site in "abc"})

@@ -1,4 +1,4 @@
-"""Token classification under privacy: gradients of each text, and attacks that find members."""
+"""Privacy of token classification: per-text gradients, and attacks that find members."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_an_encoder_with_windows_trains_but_has_no_gradients_of_single_texts(bas
     start = task.initial(rng.initial_stream(0, "w"))
     trainer = task.trainer(rows, rng.initial_stream(0, "b"))
     assert any(not torch.equal(start[n], w) for n, w in trainer.train(start).weights.items())
-    with pytest.raises(TaskError, match="task.model: expected an encoder in which each layer reads all tokens"):
+    with pytest.raises(TaskError, match="task.model: per-example gradients require an encoder"):
         trainer.rows.per_sample(start, BatchIndices((0, 1)))
 
 

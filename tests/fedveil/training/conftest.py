@@ -1,4 +1,4 @@
-"""The small task, its rows and its first weights."""
+"""Fixtures: the small task, its rows and its initial weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bundled text model with small pairs, under keys of the run config: what tests of local training share."""
+"""The bundled text model, small pairs and run config keys, shared by the tests of local training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training all weights of a base: as by hand, and whose they are."""
+"""Training all weights of a base, compared with training by hand, and the ownership of these weights."""
 
 from __future__ import annotations
 

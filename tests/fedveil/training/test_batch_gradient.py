@@ -63,5 +63,5 @@ def test_a_tensor_without_gradient_gives_zeros(configured, rows, start, monkeypa
 def test_a_gradient_of_a_loss_that_is_not_finite_is_refused(configured, rows, start):
     task = configured(train__batch_size=4)
     broken = {n: w * float("nan") for n, w in start.items()}
-    with pytest.raises(TaskError, match=r"expected a finite loss, found nan at step 1.* examples (\d+, ){3}\d+; lower"):
+    with pytest.raises(TaskError, match=r"step 1 with .* did not give .*, but nan; .* examples (\d+, ){3}\d+; lower"):
         task.trainer(rows, RandomStream(KEY)).gradient(broken)

@@ -1,4 +1,4 @@
-"""Which rows share a batch: by length, every row once an epoch."""
+"""Buckets: batches group rows by length, and contain every row once per epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores of classifiers against their definitions, counted by hand over pairs and classes."""
+"""Scores of classifiers compared with their definitions, counted over pairs and classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that a training leaves as they are, for all of its steps or in turns."""
+"""Tensors that are frozen for all steps of a training, or in turns."""
 
 from __future__ import annotations
 
@@ -125,6 +125,6 @@ def test_a_gradient_of_what_stays_does_not_count_for_the_norm(task, rows, start,
 def test_no_set_at_all_and_an_unknown_name_are_refused(task, rows, start):
     with pytest.raises(ValueError, match="frozen: at least one set"):
         alternating_sets([])
-    with pytest.raises(TaskError, match="frozen: expected tensors of the spec, found x"):
+    with pytest.raises(TaskError, match="frozen: x is not a tensor of the spec"):
         task.trainer(rows, RandomStream(KEY)).train(start, [{}, {"x": torch.tensor(True)}])
     assert alternating_sets(None) == [{}]

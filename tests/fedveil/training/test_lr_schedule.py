@@ -1,4 +1,4 @@
-"""The learning rate over a run: by transformers' own curve, from the round alone."""
+"""The learning rate over a run follows transformers' curve, and depends only on the round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training on a GPU: as on the CPU, without waits, and all memory given back. In a dry run the CPU is both."""
+"""Training on a GPU: the same as on the CPU, without waits, and all memory freed. A dry run uses the CPU for both."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_the_loss_and_its_gradient_wait_for_the_gpu_no_more_than_the_library(gpu
     """The library looks at the attention mask once a forward pass; nothing else may synchronise."""
     task = make(gpu)
     batch = task.collate(rows[:6]).to(task.device)
-    (task.loss_sum(batch) / batch.terms).backward()  # what is set up once
+    (task.loss_sum(batch) / batch.terms).backward()  # one-time setup
     with waits(gpu) as library:
         task.base.model(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False)
     with waits(gpu) as ours:

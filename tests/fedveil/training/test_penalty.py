@@ -1,4 +1,4 @@
-"""The loss hook: a method of one file adds a term to the loss of every local step. It is FedProx."""
+"""The loss hook: a method in one file (FedProx) adds a term to the loss of every local step."""
 
 from __future__ import annotations
 

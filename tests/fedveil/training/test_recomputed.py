@@ -1,4 +1,4 @@
-"""Activations that are computed again: the same gradients and weights."""
+"""Recomputed activations give the same gradients and weights."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_recomputed_activations_give_the_same_gradients(configured, rows, start)
     hook.remove()
     assert how == [{"use_reentrant": False, "preserve_rng_state": False}] * 4
     assert (passes_plain, passes) == ([False], [True, True])
-    assert flags == {f"transformer.h.{i}" for i in range(4)}  # and what is inside drops nothing out
-    assert sum(saved_sizes) < plain  # only what lies outside the layers passes these hooks, and each layer's input
+    assert flags == {f"transformer.h.{i}" for i in range(4)}  # and without dropout inside the layers
+    assert sum(saved_sizes) < plain  # only tensors outside the layers, and each layer's input, pass these hooks
     assert all(torch.equal(got[name], expected[name]) for name in expected)
     assert not any(m.training for m in task.base.model.modules())
 
@@ -75,7 +75,7 @@ def test_a_layers_own_dropout_is_off_while_it_is_recomputed(configured, rows, st
 def test_a_model_without_such_layers_is_refused():
     with (
         pytest.raises(
-            ConfigError, match=r'train.gradient-checkpointing: expected .* found none in "x" \(Linear\); set'
+            ConfigError, match=r'train.gradient-checkpointing: the layers of "x" \(Linear\) cannot be recomputed; set'
         ),
         training_modes.recompute_activations(torch.nn.Linear(2, 2), "x"),
     ):

@@ -1,4 +1,4 @@
-"""Steps on units against a twin in plain numpy, for every task with per-example gradients and for DP-FPL."""
+"""Steps on units compared with plain numpy, for every task with per-example gradients and for DP-FPL."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def stream() -> RandomStream:
     return RandomStream(bytes(32))
 
 
-# The twin: no torch, and no line of the product. `gradient(weights, row)` is that of one row's own loss.
+# The reference, without torch or product code. `gradient(weights, row)` is the gradient of one row's loss.
 def clipped(parts, bound):
     norm = np.sqrt(sum((part.astype(float) ** 2).sum() for part in parts.values()))
     factor = min(1.0, bound / norm) if np.isfinite(norm) and norm else float(np.isfinite(norm))
@@ -271,7 +271,7 @@ def test_units_are_drawn_with_m_over_u_and_rows_of_a_large_unit_at_random():
     assert all(rows == UNITS[unit] for b in batches for unit, rows in zip(b.rows, b.members, strict=True) if unit)
     assert source.batches("poisson", 3, stream()) == source.batches("poisson", 3, stream())
     for sampling in ("fixed", "disjoint"):
-        with pytest.raises(ConfigError, match='sampling: expected "poisson" with dp.unit-column'):
+        with pytest.raises(ConfigError, match='sampling: dp.unit-column requires "poisson"'):
             source.batches(sampling, 1, stream())
 
 

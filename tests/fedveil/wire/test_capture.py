@@ -34,8 +34,10 @@ def test_a_sealed_tap_shows_no_message_and_no_message_passes_for_another(tmp_pat
     first, second = MessageCapture(tmp_path / "first" / "tap", seal).messages()
     assert tap.read(second) == b"of the second round"
     assert not [file for file in tap.folder.iterdir() if b"round" in file.read_bytes() and file.suffix == ".up"]
-    with pytest.raises(StateError, match="found an encrypted one; set its key: .* FEDVEIL_KEY_FILE on the server"):
+    with pytest.raises(StateError, match="encrypted, but no key file is set; .* FEDVEIL_KEY_FILE on the server"):
         MessageCapture(tap.folder).read(first)
     (tap.folder / first.file).replace(tap.folder / second.file)
-    with pytest.raises(StateError, match="found that of 'tap/first/00000.0.north.up'; files were swapped"):
+    with pytest.raises(
+        StateError, match="this is the encrypted file of 'tap/first/00000.0.north.up', not of .*, so files were swapped"
+    ):
         tap.read(second)

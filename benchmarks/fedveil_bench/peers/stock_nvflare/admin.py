@@ -21,7 +21,7 @@ def ready(session: Session, sites: str) -> None:
 
 
 def run(session: Session, folder: str) -> None:
-    """Run the job; print its ID and how it ended, "FINISHED:COMPLETED" if all went well."""
+    """Run the job; print its ID and its final status, "FINISHED:COMPLETED" on success."""
     job = session.submit_job(folder)
     while not (status := session.get_job_status(job)).startswith("FINISHED"):
         time.sleep(_EVERY)
@@ -29,7 +29,7 @@ def run(session: Session, folder: str) -> None:
 
 
 def result(session: Session, job: str, out: str) -> None:
-    """Fetch the job's model. Raises FileNotFoundError if the job left none."""
+    """Fetch the job's model. Raises FileNotFoundError if the job did not produce one."""
     import torch  # slow to import, so it is kept out of the time for `run`
     from safetensors.torch import save_file
 

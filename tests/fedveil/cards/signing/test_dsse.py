@@ -1,4 +1,4 @@
-"""DSSE: what is signed, byte for byte, and that no byte of an envelope changes unseen."""
+"""DSSE: the signed bytes, and the detection of any change to an envelope."""
 
 from __future__ import annotations
 

@@ -481,7 +481,7 @@ def test_an_older_ledger_at_the_site_is_replaced_and_another_one_is_refused(site
     with pytest.raises(StateError, match="expected the backup's ledger or one that continues it"):
         restore_site(site.backups[0], other.state, RestoreChecks())
     (other.state / ".ledger" / "ledger.json").write_bytes(b"damaged")
-    with pytest.raises(StateError, match="expected a privacy ledger"):
+    with pytest.raises(StateError, match="not a readable privacy ledger"):
         restore_site(site.backups[0], other.state, RestoreChecks())
     after = contents(other.state)
     assert after.pop(".ledger/ledger.json") == b"damaged"

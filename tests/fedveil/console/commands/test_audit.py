@@ -289,14 +289,14 @@ def test_a_report_without_an_audit_says_so(make_run):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], r"--data: expected the folder of the sites' examples, found none .* give --data, or --site"),
-        (["--data", "nowhere"], "expected a folder or file of rows, found none at"),
-        (["--site", "x=y"], "--site: expected a site of the run .site-10, site-2., found x"),
+        ([], r"--data: the run config does not name the sites' examples, .* give --data, or --site"),
+        (["--data", "nowhere"], "there is no folder or file of rows at"),
+        (["--site", "x=y"], "--site: x did not take part in the run; its sites are site-10, site-2"),
         (["--site", "site-2"], "--site: expected NAME=FOLDER"),
         (["--data", str(DATA), "--max-rows", "3"], "--max-rows: expected at least 20, found 3"),
         (["--canaries", "site-2"], '--canaries: expected NAME=FOLDER, found "site-2"'),
         (["--minutes", "0"], "--minutes: expected more than 0"),
-        (["--fail-above", "1.5"], "--fail-above: expected a number from 0 to below 1 for auroc, found 1.5"),
+        (["--fail-above", "1.5"], "--fail-above: for auroc, expected at least 0 and less than 1, found 1.5"),
         (["--fail-above", "0.5", "--figure", "x"], "--figure: expected one of auroc"),
         (["--data", str(DATA), "--device", "cuda:99"], "device: expected"),
     ],

@@ -161,13 +161,15 @@ def test_a_file_more_or_less_and_a_link_are_found(signed_run, capsys):
     (final / "moved.json").rename(final / "processor" / "config.json")
     (final / "adapter_config.json").unlink()
     (final / "adapter_config.json").symlink_to("/etc/hostname")
-    assert "expected plain files" in problems(signed_run)[0]
+    assert "is not a plain file" in problems(signed_run)[0]
 
 
 def test_no_envelope_and_no_card_are_errors_in_words(run, capsys):
-    assert "write one with fedveil card make" in refused(capsys, "verify", run, "--key", run.parent / "server.pub")
+    assert "write a card with fedveil card make" in refused(capsys, "verify", run, "--key", run.parent / "server.pub")
     did(capsys, "make", run)
-    assert "sign it with fedveil card sign" in refused(capsys, "verify", run, "--key", run.parent / "server.pub")
+    assert "sign the folder with fedveil card sign" in refused(
+        capsys, "verify", run, "--key", run.parent / "server.pub"
+    )
 
 
 def test_a_card_is_not_written_over_what_others_signed(signed_run, capsys):

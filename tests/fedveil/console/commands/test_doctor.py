@@ -272,7 +272,7 @@ def test_at_the_server_flowers_own_superlink_is_a_finding(tmp_path, monkeypatch,
     [
         (["task.data=DATA"], "ok", "3 examples in DATA/train.jsonl, with mr, ref"),
         (["task.data=DATA", "task.source-column=note"], "fail", 'expected column "note" in "DATA/train.jsonl"'),
-        (["task.data=/nope"], "fail", 'expected a folder or file of rows, found none at "/nope"'),
+        (["task.data=/nope"], "fail", 'there is no folder or file of rows at "/nope"'),
         (["task.evaluation=DATA"], "fail", '  expected a file of the split "test" in "DATA", such as test.jsonl'),
         (["task.server-data=DATA/train.jsonl"], "ok", "3 examples in DATA/train.jsonl"),
         (["task.data=DATA/large"], "ok", "2 examples or more in DATA/large/train.jsonl"),
@@ -337,13 +337,13 @@ def test_class_folders_and_parquet_are_counted_by_their_names(tmp_path, capsys):
         Image.new("L", (2, 2)).save(tmp_path / "train" / name, "PNG")
     look = ["doctor", "--set", "task.name=clip-prompt", "--set", f"task.data={tmp_path}"]
     assert main(look) == 0
-    assert f"2 images in the folders of {tmp_path}/train; 1 files not read: .txt (1)" in capsys.readouterr().out
+    assert f"2 images in the folders of {tmp_path}/train; 1 files were not read: .txt (1)" in capsys.readouterr().out
     assert main(look) == 0
     assert 'unless the base names these classes, a run needs task.class-names = "a,b"' in capsys.readouterr().out
     assert main([*look, "--set", "task.class-names=b,a"]) == 0
     assert "class-names" not in capsys.readouterr().out
     assert main([*look, "--set", "task.class-names=a,c"]) == 1
-    assert "among the 2 of the run (a, c), found 2 (a, b), of which the others lack b" in capsys.readouterr().out
+    assert "among the 2 of the run (a, c), found 2 (a, b); the unknown ones are b" in capsys.readouterr().out
     image = io.BytesIO()
     Image.new("L", (2, 2)).save(image, "PNG")
     named = Features({"image": Value("binary"), "ref": ClassLabel(names=["x", "y"])})
@@ -470,7 +470,7 @@ def test_the_preview_reads_tags_by_the_names_that_the_file_stores(tmp_path, monk
     preview = example_preview.preview_examples("data", config, tmp_path, "train")
     if "SITE" in classes:  # as training refuses it
         assert preview.result.verdict == "fail"
-        assert "of which the others lack B-DOSE, I-DOSE" in preview.result.text
+        assert "the unknown ones are B-DOSE, I-DOSE" in preview.result.text
     else:
         assert preview.result.verdict == "ok"
         assert preview.lines[1:] == ['  words   "folic/B-DRUG acid/I-DRUG 5/B-DOSE"']
@@ -503,7 +503,7 @@ def test_the_preview_refuses_a_tokenizer_without_places_of_tokens_as_a_run_does(
         "task.name": "token-classification", "task.source-column": "tokens", "task.target-column": "ner_tags",
         "task.class-names": "SIGN", "task.model": str(base),
     })  # fmt: skip
-    with pytest.raises(TaskError, match="a tokenizer that says where its tokens stand in a text, found ByT5Tokenizer"):
+    with pytest.raises(TaskError, match="the tokenizer ByT5Tokenizer in"):
         example_preview.preview_examples("data", config, tmp_path, "train")
 
 

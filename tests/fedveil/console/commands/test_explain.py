@@ -218,7 +218,10 @@ def test_ranks_that_could_never_be_sent_are_refused_for_the_sites_that_are_asked
         "secure.enabled=true",
     ]
     assert main(["explain", "--sites", "3", *about]) != 0
-    assert "ranks: expected at least 3 of 3 sites in a round with the largest rank" in capsys.readouterr().err
+    assert (
+        "ranks: secure.enabled requires that at least 3 of the 3 sites in a round have the largest rank"
+        in capsys.readouterr().err
+    )
     assert main(["explain", "--sites", "5", *about]) == 0
 
 

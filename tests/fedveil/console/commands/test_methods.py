@@ -153,7 +153,9 @@ def test_two_packages_with_one_column_and_one_that_does_not_fit_are_refused(colu
 
 def test_a_column_without_its_function_is_refused(column):
     column("ward", "json")
-    with pytest.raises(ConfigError, match=r"of the package ward to be a module with read_column, found <module 'json'"):
+    with pytest.raises(
+        ConfigError, match=r"of the package ward must be a module with read_column, but is <module 'json'"
+    ):
         methods._installed_columns()
 
 

@@ -139,7 +139,7 @@ def test_the_hub_gets_every_file_of_final_in_a_private_repository(hub, run, caps
 def test_a_public_repository_is_only_taken_if_that_is_said(hub, run, capsys):
     hub.is_private = False
     assert main(["push", str(run), "me/model"]) == 2
-    assert "expected a private one, found a public one; add --public" in capsys.readouterr().err
+    assert "it is public, not private; add --public" in capsys.readouterr().err
     assert hub.files == {}
     assert main(["push", str(run), "me/model", "--public"]) == 0
     assert hub.files
@@ -180,10 +180,10 @@ def test_what_is_not_a_whole_model_is_refused_before_the_hub_is_asked(hub, run, 
     assert "repository: " in refused(repo="../x/y")
     page = (final / cards.PAGE).read_bytes()
     (final / cards.PAGE).unlink()
-    assert f"expected {cards.PAGE}, found none" in refused()
+    assert f"{cards.PAGE} is missing" in refused()
     (final / cards.PAGE).write_bytes(page)
     (final / "link").symlink_to("/etc/hostname")
-    assert "expected plain files, found link" in refused()
+    assert "link is not a plain file" in refused()
 
 
 def test_files_that_differ_from_what_was_signed_are_not_published(hub, run, capsys, tmp_path):
@@ -208,7 +208,7 @@ def test_a_hub_that_refuses_or_is_away_is_named_without_the_token(hub, run, caps
     hub.refuses = True
     assert main(["push", str(run), "me/model"]) == 2
     said = capsys.readouterr().err
-    assert "repository me/model: expected the Hub to accept the upload" in said
+    assert "repository me/model: the upload to the Hub failed" in said
     assert TOKEN not in said
     hub.refuses, hub.yaml_errors = False, ["unknown license"]
     assert main(["push", str(run), "me/model"]) == 2

@@ -169,7 +169,7 @@ def test_a_worker_started_for_a_container_is_shown_and_ends_with_its_owner(tmp_p
         ),
         (
             ["start", "--ca", __file__, "--key", __file__, "--signing-key", __file__],
-            "signing-key: expected .* to be readable only by its owner, found mode",
+            "signing-key: .* must be readable only by its owner, but has mode",
         ),
         (["start", "--ca", __file__, "--key", __file__, "--device", "tpu"], "node config: device: .* found 'tpu'"),
         (["start", "--ca", __file__, "--key", __file__, "--worker-memory-mb", "-1"], "worker-memory-mb: .* found -1"),

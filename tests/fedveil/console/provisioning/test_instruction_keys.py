@@ -257,7 +257,7 @@ def test_a_standby_key_from_elsewhere_is_moved_and_another_key_is_refused(federa
     standby_file(federation).rename(away)
     before = SiteRegistry(federation).instruction_keys
     assert main(["members", "renew-instruction-key", str(federation)]) == 2
-    assert "--standby-key: expected a file at" in capsys.readouterr().err
+    assert "--standby-key: cannot read the key file" in capsys.readouterr().err
     wrong = tmp_path / "wrong"
     wrong.write_bytes(os.urandom(32))
     wrong.chmod(0o600)
@@ -265,7 +265,7 @@ def test_a_standby_key_from_elsewhere_is_moved_and_another_key_is_refused(federa
     assert "expected the standby key that the kits name, found a different key" in capsys.readouterr().err
     away.chmod(0o640)
     assert main(["members", "renew-instruction-key", str(federation), "--standby-key", str(away)]) == 2
-    assert "found mode 640" in capsys.readouterr().err
+    assert "but has mode 640" in capsys.readouterr().err
     away.chmod(0o600)
     assert SiteRegistry(federation).instruction_keys == before
     assert public_key(current_file(federation)) == before[0]

@@ -205,5 +205,8 @@ def test_a_state_folder_that_cannot_be_written_is_said_before_anything_changes(t
     before = (tmp_path / "state" / ".ledger" / "ledger.json").read_bytes()
     command = ["site", "ledger", "recover", str(tmp_path / "data"), "--state-dir", str(tmp_path / "state")]
     assert main(command) == 2
-    assert "to lock the privacy ledger, found IsADirectoryError" in capsys.readouterr().err
+    assert (
+        "cannot lock the privacy ledger, because this user cannot write the file (IsADirectoryError"
+        in capsys.readouterr().err
+    )
     assert (tmp_path / "state" / ".ledger" / "ledger.json").read_bytes() == before

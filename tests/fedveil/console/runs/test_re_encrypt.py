@@ -165,17 +165,17 @@ def test_a_site_does_not_start_with_a_key_that_does_not_fit_what_is_there(home, 
     assert main([*start, "--key-file", str(home.keys / "none")]) == 2
     assert "--key-file: expected a file, found none at" in capsys.readouterr().err
     assert main([*start, "--key-file", str(home.keys / "a")]) == 2
-    assert "found an unencrypted one" in capsys.readouterr().err
+    assert "not encrypted under key" in capsys.readouterr().err
     assert home.seal("--key-file", str(home.keys / "a")) == 0
     for more, reason in (
-        ([], "found an encrypted one"),
-        (["--key-file", str(home.keys / "b")], "found one encrypted under"),
+        ([], "encrypted, but no key file is set"),
+        (["--key-file", str(home.keys / "b")], "encrypted under key"),
     ):
         assert main([*start, *more]) == 2
         assert reason in capsys.readouterr().err
     (home.keys / "a").chmod(0o644)
     assert main([*start, "--key-file", str(home.keys / "a")]) == 2
-    assert "readable only by its owner, found mode 644" in capsys.readouterr().err
+    assert "readable only by its owner, but has mode 644" in capsys.readouterr().err
 
 
 def test_doctor_says_how_things_are_kept_also_during_a_turn(home):

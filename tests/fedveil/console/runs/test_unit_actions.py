@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import shlex
 
 import pytest
@@ -73,7 +74,7 @@ def is_exact(epsilon: float) -> bool:
 def test_exposure_names_runs_rounds_methods_and_epsilon_against_each_adversary(state, capsys):
     out = did(capsys, "exposure", "--unit", "Secret-2", "--state-dir", state)
     assert 'rows in the data now: 1 in test.jsonl, 2 in train.jsonl (column "patient"' in out
-    assert "rows in notes.jsonl: unknown: dp.unit-column: expected a column" in out
+    assert re.search(r'rows in notes\.jsonl: unknown: dp\.unit-column: ".*notes\.jsonl" has no column', out)
     assert "which runs drew this unit's rows is not recorded, because that is secret" in out
     assert "run trial-0a1b2c3d: fedavg; rounds 2 to 3 of 4, 2 uploads from " in out
     assert "each record drawn independently with probability 0.1" in out
@@ -188,7 +189,7 @@ def test_units_are_counted_and_what_a_run_would_refuse_is_named_by_its_rows(stat
     command = ["site", "units", "--state-dir", str(state)]
     assert main(command) == 1  # because of notes.jsonl
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("notes.jsonl: cannot be counted: dp.unit-column: expected a column")
+    assert lines[0].startswith('notes.jsonl: cannot be counted: dp.unit-column: "')
     assert lines[1:] == [
         "test.jsonl: 1 units in 1 rows, at most 1 per unit",
         "train.jsonl: 3 units in 8 rows, at most 3 per unit",

@@ -99,7 +99,7 @@ def test_a_run_says_what_attacks_found_and_a_broken_audit_is_shown_as_text(runs)
     (runs / "fedrand" / "audit.json").write_text('{"findings": "<b>"}')
     page = client.get(f"{client.base}/runs/fedrand")
     assert page.status_code == 200
-    assert "expected the output of fedveil audit" in page.text
+    assert "not a valid output of fedveil audit" in page.text
     assert "<b>" not in page.text
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/sizing.md are what the planning says."""
+"""The tables in docs/sizing.md agree with the planning code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations of a participation, by hand."""
+"""Operations of one participation, compared with values computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shapes of bases against arithmetic by hand, published counts, and models that are really made."""
+"""Shapes of bases compared with calculations by hand, published counts, and instantiated models."""
 
 from __future__ import annotations
 

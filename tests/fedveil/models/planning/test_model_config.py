@@ -1,4 +1,4 @@
-"""A hostile or unfit config.json is refused in words, and costs no time and no memory."""
+"""A hostile or unsuitable config.json is refused with a sentence, and costs neither time nor memory."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def test_a_config_that_is_no_plain_description_is_refused_at_once(tmp_path, cont
 
 
 def test_no_config_and_a_folder_in_its_place(tmp_path):
-    with pytest.raises(TaskError, match="expected a folder with config.json, found none"):
+    with pytest.raises(TaskError, match="there is no config.json in"):
         model_config.read_model_config(tmp_path)
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(TaskError, match="expected a folder with config.json, found none"):
+    with pytest.raises(TaskError, match="there is no config.json in"):
         model_config.read_model_config(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The channel between two ranks: what is said is heard, whole or not at all."""
+"""The channel between two ranks delivers each message completely or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank 0's side with a second rank that only answers: what it does with what the others say."""
+"""Rank 0 with a scripted second rank: its reactions to that rank's messages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Silent:
 def team():
     """A team, its toy, and the other rank's end."""
     ends = socket.socketpair()
-    ends[1].settimeout(10.0)  # of a test that waits for what is never said
+    ends[1].settimeout(10.0)  # in case a test waits for a message that never comes
     own, other = map(RankChannel, ends)
     other.say(RankMessage({"ready": 1}))
     toy = Toy()
@@ -117,7 +117,7 @@ def test_a_rank_that_speaks_unasked_is_noticed(team):
     team, _, other = team
     team.check()
     other.say(RankMessage({"x": 1}))
-    with pytest.raises(RankError, match="expected no message from rank 1, which is waiting, found"):
+    with pytest.raises(RankError, match="rank 1, which should be waiting, sent"):
         team.check()
 
 
@@ -144,7 +144,7 @@ def test_a_rank_may_have_its_answer_before_rank_0_has_sent_all_weights(of_no_row
     team._group = Early()
     assert len(team.gradients([], {}).losses) == 0
     other.say(RankMessage({"rows": 0}))  # unasked again
-    with pytest.raises(RankError, match="expected no message from rank 1"):
+    with pytest.raises(RankError, match="rank 1, which should be waiting, sent"):
         team.check()
 
 
