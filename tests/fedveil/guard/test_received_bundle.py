@@ -98,6 +98,7 @@ def test_all_files_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
         (b"", "it is not a readable zip file"),
         (bundle(("a", b"x" * 100))[:-10], "it is not a readable zip file"),
     ],
+    ids=["too large", "too many files", "bzip2", "lzma", "empty", "cut off"],  # the bytes contain the time
 )
 def test_another_bundle_is_refused(content: bytes, words: str) -> None:
     with pytest.raises(WireError, match=words):

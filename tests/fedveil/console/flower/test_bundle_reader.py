@@ -38,6 +38,7 @@ def test_the_files_are_read_without_flowers_list():
         (packed({"big.bin": bytes(5000)}), "more than 0 MiB"),
         (packed({f"{i}.py": b"" for i in range(11)}), "at most 10 files, this one 11"),
     ],
+    ids=["empty", "no zip", "above", "absolute", "backslash", "large", "many"],  # the bytes contain the time
 )
 def test_a_hostile_bundle_is_refused(content, reason, monkeypatch):
     monkeypatch.setattr(bundle_reader, "_MOST_BYTES", 4096)
