@@ -2,7 +2,7 @@
 
 `ClientRound.open` reads all of them once, so a policy change during a round takes effect in the next round. Only the
 check of the upload before it leaves the site reads the current policy file (`decisions.check_upload`, in another
-check of the upload, just before it leaves the site, reads the current policy file (`decisions.check_upload`, in another
+process).
 """
 
 from __future__ import annotations

@@ -48,9 +48,11 @@ def check_names(layout: MessageLayout, direction: Direction, variant: str, names
         raise WireError(f"variant: expected one of {layout.variants(direction)}, found {short_value(variant)}")
     declared, field_names = layout.fields_of(direction, variant), list(names)
     if extra := [n for n in field_names if n not in declared]:
-        raise WireError(f"{printable_name(extra[0])}: there is no such field {direction} in variant {variant!r}")
+        raise WireError(
+            f"{printable_name(extra[0])}: there is no such field (direction {direction}, variant {variant!r})"
+        )
     if missing := [n for n in declared if n not in field_names]:
-        raise WireError(f"{missing[0]}: this field {direction} is missing in variant {variant!r}")
+        raise WireError(f"{missing[0]}: this field is missing (direction {direction}, variant {variant!r})")
     if len(field_names) != len(set(field_names)):
         raise WireError(
             f"fields: each name may occur once, but {len(field_names)} entries have {len(set(field_names))} names"

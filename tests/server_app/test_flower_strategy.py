@@ -212,7 +212,7 @@ BAD = {
         "expected 'dense float32', found 'dense float16'",
     ),
     "name": (repacked(replace(name="patients", value=torch.zeros(2))), "patients: there is no such field"),
-    "missing": (repacked(replace(drop=True)), "h.1.lora_A: this field up is missing"),
+    "missing": (repacked(replace(drop=True)), "h.1.lora_A: this field is missing"),
     "zero examples": (claiming(0), "num_examples: expected a whole number from 1 to 100000000, found 0"),
     "negative examples": (claiming(-1), "found -1"),
     "nan examples": (claiming(float("nan")), "found nan"),

@@ -76,8 +76,8 @@ def other(**changes) -> Payload:
     [
         (other(w=torch.zeros(5, 3)), LAYOUT, r"w: expected shape \(3, 5\), found \(5, 3\)"),
         (other(w=torch.zeros(3, 5, dtype=torch.float16)), LAYOUT, "float16"),
-        (other(extra=torch.zeros(1)), LAYOUT, "extra: there is no such field up"),
-        (Payload({"w": PAYLOAD.fields["w"]}), LAYOUT, "b: this field up is missing"),
+        (other(extra=torch.zeros(1)), LAYOUT, "extra: there is no such field"),
+        (Payload({"w": PAYLOAD.fields["w"]}), LAYOUT, "b: this field is missing"),
         (Payload({"W": PAYLOAD.fields["w"], "b": PAYLOAD.fields["b"]}), LAYOUT, "W: there is no such field"),
     ],
 )

@@ -158,7 +158,7 @@ def test_a_prefix_writes_and_cannot_be_merged(tmp_path, capsys):
     fields = "distil_steps = 0\nadapter = {cells = 2, length = 4}"
     run = made(tmp_path / "run", **{"method.name": "fedsp", "method.params": fields, "task.max-tokens": 32})
     assert said(capsys, "generate", run, "--prompt", "name[Aromi]")
-    assert 'adapter.kind: expected "lora"' in refused(capsys, "merge", run, tmp_path / "whole")
+    assert "so it cannot be merged; load final" in refused(capsys, "merge", run, tmp_path / "whole")
     assert not (tmp_path / "whole").exists()
 
 
