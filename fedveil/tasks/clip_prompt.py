@@ -67,7 +67,7 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
         ("train.gradient-checkpointing", config.train.gradient_checkpointing, False),
     ):
         if value != wanted:
-            raise ConfigError(f'{key}: expected {wanted} with the task "clip-prompt", found {value}; leave it out')
+            raise ConfigError(f'{key}: the task "clip-prompt" supports only {wanted}, found {value}; leave it out')
     # No other kind of adapter precedes the texts.
     return ClipPrompt(config, cast(PromptAdapter, adapter), loading.pick_device(device))
 

@@ -81,7 +81,7 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     for key in _UNUSED:
         if given[key] != plain[key]:
             raise ConfigError(
-                f'{key}: expected {plain[key]!r} with the task "own-model", found {given[key]!r}; leave it out'
+                f'{key}: the task "own-model" supports only {plain[key]!r}, found {given[key]!r}; leave it out'
             )
     module = own_module.load_module(config)
     uses_base = module.needs_base("model")

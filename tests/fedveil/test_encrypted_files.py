@@ -88,13 +88,11 @@ def test_a_head_that_was_cut_off_or_is_of_another_version_is_named(tmp_path):
 def test_one_sealed_file_does_not_pass_for_another(tmp_path):
     put(tmp_path / "mine"), put(tmp_path / "theirs", role="state/pilot/south")
     (tmp_path / "theirs").replace(tmp_path / "mine")
-    with pytest.raises(
-        StateError, match="of 'state/pilot/north', found that of 'state/pilot/south'; files were swapped"
-    ):
+    with pytest.raises(StateError, match="of 'state/pilot/south', not of 'state/pilot/north', so files were swapped"):
         KEY.read(tmp_path / "mine", ROLE)
     forged = (tmp_path / "mine").read_bytes().replace(b"pilot/south", b"pilot/north")
     (tmp_path / "mine").write_bytes(forged)
-    with pytest.raises(StateError, match="found chunk 0 changed"):
+    with pytest.raises(StateError, match="chunk 0 of the encrypted file was changed"):
         KEY.read(tmp_path / "mine", ROLE)
 
 

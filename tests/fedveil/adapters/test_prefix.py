@@ -151,7 +151,7 @@ def test_layers_share_their_cell(kind):
 
 
 def test_more_cells_than_layers_are_refused(kind):
-    with pytest.raises(ConfigError, match=r"adapter.cells: 5 is more than .* 4 layers"):
+    with pytest.raises(ConfigError, match=r"adapter.cells: 5 is more than .*4 layers"):
         PrefixAdapter(3, cells=5).attach(build(kind))
 
 

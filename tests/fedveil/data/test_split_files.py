@@ -202,8 +202,8 @@ def test_class_folders_may_have_another_usual_name(tmp_path):
     ("names", "pictures", "said"),
     [
         (["0.png", "1.png"], "images/{}.png", 'in the folder "images"'),
-        (["0", "1"], "images/{}.JPG", 'in the folder "images", with the ending .JPG'),
-        (["0", "1"], "{}.png", "next to the file, with the ending .png"),
+        (["0", "1"], "images/{}.JPG", 'in the folder "images", with the extension .JPG'),
+        (["0", "1"], "{}.png", "next to the file, with the extension .png"),
         (["0.png", "1.png"], "train/{}.png", 'in the folder "train"'),
         (["a/0.png", "a/1.png"], "a/{}.png", None),
     ],

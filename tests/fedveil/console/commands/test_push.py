@@ -145,7 +145,7 @@ def test_a_public_repository_is_only_taken_if_that_is_said(hub, run, capsys):
     assert hub.files
     hub.is_private = True
     assert main(["push", str(run), "me/model", "--public"]) == 2
-    assert "expected a public one, found a private one; leave out --public" in capsys.readouterr().err
+    assert "it is private, not public; leave out --public" in capsys.readouterr().err
 
 
 def test_a_token_is_given_or_nothing_is_asked(hub, run, capsys, monkeypatch, tmp_path):
