@@ -44,14 +44,14 @@ MUST = {
         "larger batches do not stop it",
         "alone does not stop a server that has several rounds",
         "steps alone are no defense",
-        "an epsilon with poisson sampling assumes a server that does not",
+        "an epsilon with poisson sampling assumes that the server does not time sites",
     ),
     "docs/pitfalls.md": (
         "a larger batch is no defense",
         "a bound on the change only delays the attack",
         "group privacy is k times epsilon at (e^(k epsilon) - 1) / (e^epsilon - 1) times delta",
-        "two sites of epsilon 8 give 19.1, not 16",
-        "charging shuffled epochs, or batches of fixed size, by a Poisson figure",
+        "at epsilon 8 per site, the person's epsilon is 19.1, not 16",
+        "charging shuffled epochs, or batches of fixed size, as if they were Poisson samples",
     ),
     "docs/deploy/site-policy.md": (
         "(e^(k epsilon) - 1) / (e^epsilon - 1) times as large",

@@ -127,7 +127,7 @@ def test_a_part_that_changes_from_turn_to_turn_gets_no_score_and_no_training(tmp
     for asked in (server.asked(0), server.asked(1)):
         with pytest.raises(PolicyError, match="evaluate.held-out: this run began with 0.5"):
             decisions.check_round(asked, 100)
-        with pytest.raises(PolicyError, match="found 0.49; submit a new run"):
+        with pytest.raises(PolicyError, match="but now asks for 0.49; submit a new run"):
             decisions.count_round(asked)
     server.flat["evaluate.held-out"] = 0.5
     decisions.count_round(server.asked(1))
@@ -198,7 +198,7 @@ def test_a_site_whose_data_has_no_units_holds_no_row_out(tmp_path, monkeypatch):
     monkeypatch.setattr(Server, "asked", with_units)
     with pytest.raises(
         TaskError,
-        match=r"evaluate.held-out: cannot read the units in the node config's unit-column.* found \"patient\"",
+        match=r"evaluate.held-out: cannot read the units in the node config's unit-column.*has no column \"patient\"",
     ):
         server.send(server.initial)
 

@@ -285,7 +285,7 @@ def test_a_site_refuses_another_factor_than_the_tables():
     down = exchange.method.broadcast(server, replace(ctx_of(tables["A"]), is_new=False))
     assert down.variant == "A"
     _, private, _ = one_turn(exchange, server, "s00")
-    with pytest.raises(WireError, match="variant: expected B"):
+    with pytest.raises(WireError, match="variant: the table of entries assigns B to this site"):
         exchange.method.client(private, down, ToyTrainer(exchange.spec), ctx_of(tables["B"]))
     _, up = exchange.method.client(private, down, ToyTrainer(exchange.spec), ctx_of(tables["A"]))
     assert up.variant == "A"

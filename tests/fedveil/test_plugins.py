@@ -177,9 +177,9 @@ def test_two_packages_with_one_name_are_refused(ward):
         ("x = no_such_module", '"x" of the package broken .*does not load: No module named'),
         (
             "x = ward_heights:Heights",
-            'expected "x" of the package broken .*to be a module with INFO and create, found <class',
+            '"x" of the package broken must be a module with INFO and create, but is <class',
         ),
-        ("x = ward_average", 'expected "x" of the package broken .*to be a module with INFO and create, found <module'),
+        ("x = ward_average", '"x" of the package broken must be a module with INFO and create, but is <module'),
     ],
 )
 def test_an_entry_point_that_does_not_fit_is_refused(ward, lines, match):

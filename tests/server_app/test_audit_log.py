@@ -58,7 +58,7 @@ def test_the_next_runs_first_instruction_is_the_receipt_of_the_last_round(tmp_pa
     audit_log.verify_log(file, [receipt])
     file.write_bytes(b"".join(before[: max(accepted)]))  # the last acceptance was never written, says the server
     audit_log.verify_log(file)
-    with pytest.raises(StateError, match="as an anchor records"):
+    with pytest.raises(StateError, match="an anchor records 7 lines"):
         audit_log.verify_log(file, [receipt])
 
 

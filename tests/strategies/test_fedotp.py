@@ -106,5 +106,7 @@ def test_forms():
         4, form="sum"
     )
     for form in ("one", "factored"):
-        with pytest.raises(ConfigError, match=f'adapter.form: expected "transport" or "sum" .*found "{form}"'):
+        with pytest.raises(
+            ConfigError, match=f'adapter.form: this method requires "transport" or "sum", found "{form}"'
+        ):
             strategies.create_method("fedotp", f'adapter = {{form = "{form}"}}')

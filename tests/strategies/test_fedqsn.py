@@ -409,7 +409,7 @@ def test_bad_fields_are_refused_by_name(fields, named):
 
 def test_a_base_without_linear_layers_is_refused():
     spec = {"wte.weight": ParamSpec((5, 4), place=ParamLocation("embedding", "wte", 1)), "conv": ParamSpec((5, 4))}
-    with pytest.raises(ConfigError, match="linear layers"):
+    with pytest.raises(ConfigError, match="belongs to a linear layer"):
         FedQSN().init(spec, {}, rng.initial_stream(0, "x"))
 
 

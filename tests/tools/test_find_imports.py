@@ -25,13 +25,13 @@ def test_only_an_import_of_ours_counts():
 
 
 def test_a_check_of_nothing_is_no_check():
-    with pytest.raises(ValueError, match="found none"):
+    with pytest.raises(ValueError, match="it read no project files"):
         find_imports.unresolved(report(files=0))
 
 
 def test_what_is_no_report_is_an_error(capsys):
     assert find_imports.main(["echo"]) == 2
-    assert "expected JSON" in capsys.readouterr().err
+    assert "its output is not JSON" in capsys.readouterr().err
 
 
 def test_a_copy_has_every_import_on_its_line_and_nothing_else():

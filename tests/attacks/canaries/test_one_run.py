@@ -129,7 +129,7 @@ def test_a_mechanism_that_hides_nothing_has_a_large_bound_and_equal_scores_none(
     "asked", [(5, 6, 1, 0.1, 0.1), (5, 3, 4, 0.1, 0.1), (0, 0, 0, 0.1, 0.1), (5, 5, 5, -1.0, 0.1), (5, 5, 5, 1.0, 1.1)]
 )
 def test_what_cannot_be_is_refused(asked):
-    with pytest.raises(ValueError, match="expected"):
+    with pytest.raises(ValueError, match="must (satisfy|be at least)"):
         p_value(*asked)
     with pytest.raises(ValueError, match="confidence"):
         epsilon_at_least(5, 5, 5, 0.0, 1.0)

@@ -158,5 +158,5 @@ def test_a_candidate_without_rows_is_refused(tmp_path):
 
 
 def test_who_sent_a_alone_and_whose_b_was_never_seen_cannot_be_asked_about(tmp_path):
-    with pytest.raises(ValueError, match="found none"):
+    with pytest.raises(ValueError, match="no gradient in any upload"):
         attacked(tmp_path, "fedsa_lora", rounds=1)

@@ -89,7 +89,7 @@ def test_two_packages_with_one_command_are_refused_when_it_is_chosen(install, ca
             "cannot be loaded: no module no_such_package.command",
             "does not load: No module named",
         ),
-        ("json", "JSON (JavaScript Object Notation)", "to be a module with add_arguments, found <module 'json'"),
+        ("json", "JSON (JavaScript Object Notation)", "must be a module with add_arguments, but is <module 'json'"),
     ],
 )
 def test_a_command_that_does_not_load_is_refused_and_breaks_no_other(install, module, shown, refused):

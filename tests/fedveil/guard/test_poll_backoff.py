@@ -83,7 +83,7 @@ def test_a_first_wait_that_is_none_ends_the_program_in_words(text, monkeypatch, 
     monkeypatch.setenv(poll_backoff.VARIABLE, text)
     with pytest.raises(SystemExit, match="2"):
         poll_backoff.first_seconds()
-    assert "FEDVEIL_POLL_SECONDS: expected 0.02 seconds or more" in capsys.readouterr().err
+    assert "FEDVEIL_POLL_SECONDS: must be 0.02 seconds or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ def test_an_order_above_the_bound_is_refused_and_a_reply_above_it_is_not_opened(
     assert len(server.orders()) == 1
     (both.server.replies / "large.relay").write_bytes(bytes(100_001))
     server.look()
-    assert "expected at most 100,000 bytes, found 100,001" in server.said()[-1]
+    assert "it has 100,001 bytes; at most 100,000 are allowed" in server.said()[-1]
 
 
 def test_an_end_that_starts_anew_takes_back_what_nobody_waits_for_and_no_other_file(both):

@@ -64,7 +64,8 @@ def test_a_missing_extra_and_an_unknown_sink_are_refused_before_a_site_is_asked(
     assert runs.status["state"] == "failed"
     assert "lock/tensorboard.txt" in runs.status["reason"]
     with pytest.raises(
-        ConfigError, match=r"sinks.use: expected one of \['mlflow', 'prometheus', 'tensorboard', 'wandb'\]"
+        ConfigError,
+        match=r"sinks.use: found .grafana.; expected one of \['mlflow', 'prometheus', 'tensorboard', 'wandb'\]",
     ):
         runs.go(sinks__use="grafana", run__name="other")
 
