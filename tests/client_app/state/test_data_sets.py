@@ -280,7 +280,7 @@ def test_an_older_ledger_is_found_by_the_mark_of_a_folder_around_the_data(tmp_pa
     backup = ledger.read_bytes()
     assert charge(tmp_path / "north", tmp_path / "data") == "charged"
     ledger.write_bytes(backup)
-    assert f"that {tmp_path / 'data' / ID_FILE} has seen" in charge(tmp_path / "north", tmp_path / "data" / "ward")
+    assert f"{tmp_path / 'data' / ID_FILE} has recorded change" in charge(tmp_path / "north", tmp_path / "data" / "ward")
 
 
 def test_a_folder_with_too_many_entries_is_said_not_to_be_searched(tmp_path, monkeypatch):
