@@ -123,6 +123,11 @@ class SiteConfig(BaseModel):
         own = dict(self.data_sets[name])
         return self.model_copy(update=own | {"unit_column": own["unit_column"] or self.unit_column})
 
+    @property
+    def other_data(self) -> list[Path]:
+        """Return the data of the site's other named data sets."""
+        return [Path(each.data) for each in self.data_sets.values() if each.data != self.data]
+
     def list_data(self) -> dict[str, SiteConfig]:
         """Return the settings for each data set by its name, and for `data`, if it is set, by the name ""."""
         own = {"": self} if self.has_data("") else {}

@@ -135,7 +135,7 @@ def open_charger(round_: ClientRound, guarantee: PrivacyGuarantee) -> RunCharger
             'protects a unit with several rows less; set dp.unit-column, or dp.unit = "row"'
         )
     terms = RunTerms(assignment.order.run, guarantee.budget, rounds, most, unit, site.site)
-    witness = None if site.shares_data else FolderWitness.open(Path(assignment.data), site.data_set)
+    witness = None if site.shares_data else FolderWitness.open(Path(assignment.data), site.data_set, site.other_data)
     if witness is not None:
         for limit in witness.limits:
             log.warning("privacy ledger: %s: %s", witness.folder, limit)

@@ -109,16 +109,22 @@ class FolderWitness(LedgerWitness):
         folder: the resolved data folder.
         is_writable: whether the file can be written; otherwise, it is only read.
         is_tree: whether the data is the whole folder rather than one file in it.
+        siblings: the folders of the site's other data sets, whose marks are only read.
     """
 
     folder: Path
     is_writable: bool = True
     is_tree: bool = True
+    siblings: tuple[Path, ...] = ()
 
     @classmethod
-    def open(cls, data: Path, given: str) -> FolderWitness:
-        """Return the witness for a private run on `data`. Raises ConfigError if it is neither writable nor named."""
-        witness = cls(_folder(data), os.access(_folder(data), os.W_OK), data.is_dir())
+    def open(cls, data: Path, given: str, siblings: Iterable[Path] = ()) -> FolderWitness:
+        """Return the witness for a private run on `data`. Raises ConfigError if it is neither writable nor named.
+
+        `siblings`: the site's other data sets, whose marks must be of the same ledger, and not of a newer state of it.
+        """
+        beside = tuple(sorted({_folder(each) for each in siblings} - {_folder(data)}))
+        witness = cls(_folder(data), os.access(_folder(data), os.W_OK), data.is_dir(), beside)
         if not witness.is_writable and not given:
             raise _no_place(witness.folder, "a folder that cannot be written")
         return witness
@@ -175,8 +181,10 @@ class FolderWitness(LedgerWitness):
 
     @property
     def _others(self) -> tuple[Path, ...]:
-        """Return the id files of other folders that may have the same rows, outermost first."""
-        return find_id_files(self.folder, self._scan, ID_FILE)
+        """Return the id files of other folders that may have the same rows, outermost first, and of other data sets."""
+        found = find_id_files(self.folder, self._scan, ID_FILE)
+        beside = (folder / ID_FILE for folder in self.siblings)
+        return (*found, *(path for path in beside if path.exists() and path not in found))
 
     @property
     def _scan(self) -> FolderScan:

@@ -195,11 +195,11 @@ def test_only_one_of_two_state_folders_that_begin_on_the_data_at_once_gets_it(tm
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [ID_FILE]
 
 
-def charge(state, data, given: str = "") -> str:
+def charge(state, data, given: str = "", siblings=()) -> str:
     """Charge a state folder's ledger for one client round on the data; return "charged" or the refusal."""
     ledger, claim = open_ledger(state), PrivacyBudget(math.inf, 1e-5, Adjacency.REPLACE_ONE)
     try:
-        ledger.charge(RunTerms("r", claim, 5, 5), ONE_TURN, claim, FolderWitness.open(data, given))
+        ledger.charge(RunTerms("r", claim, 5, 5), ONE_TURN, claim, FolderWitness.open(data, given, siblings))
     except StateError as error:
         return str(error)
     return "charged"
@@ -280,7 +280,31 @@ def test_an_older_ledger_is_found_by_the_mark_of_a_folder_around_the_data(tmp_pa
     backup = ledger.read_bytes()
     assert charge(tmp_path / "north", tmp_path / "data") == "charged"
     ledger.write_bytes(backup)
-    assert f"{tmp_path / 'data' / ID_FILE} has recorded change" in charge(tmp_path / "north", tmp_path / "data" / "ward")
+    assert f"{tmp_path / 'data' / ID_FILE} has recorded change" in charge(
+        tmp_path / "north", tmp_path / "data" / "ward"
+    )
+
+
+def test_an_older_ledger_is_found_by_the_mark_of_the_sites_other_data_set(tmp_path):
+    """A server chooses the data set, so it could choose the one with the older mark."""
+    icu, ct = tmp_path / "icu", tmp_path / "ct"
+    for folder in (icu, ct, tmp_path / "new"):
+        folder.mkdir()
+    assert charge(tmp_path / "north", icu, siblings=[ct]) == "charged"
+    ledger = tmp_path / "north" / ".ledger" / "ledger.json"
+    backup = ledger.read_bytes()
+    assert charge(tmp_path / "north", ct, siblings=[icu]) == "charged"
+    ledger.write_bytes(backup)
+    assert f"{ct / ID_FILE} has recorded change" in charge(tmp_path / "north", icu, siblings=[ct])
+    assert charge(tmp_path / "north", icu) == "charged"  # what the siblings are for
+    assert charge(tmp_path / "south", tmp_path / "new", siblings=[tmp_path / "unmounted"]) == "charged"
+
+
+def test_another_ledgers_mark_in_the_sites_other_data_set_is_refused(tmp_path):
+    for name in ("icu", "ct"):
+        (tmp_path / name).mkdir()
+    assert charge(tmp_path / "south", tmp_path / "ct") == "charged"
+    assert charge(tmp_path / "north", tmp_path / "icu", siblings=[tmp_path / "ct"]) != "charged"
 
 
 def test_a_folder_with_too_many_entries_is_said_not_to_be_searched(tmp_path, monkeypatch):
