@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fedveil.client_app.policy.site_policy import SitePolicy
-from fedveil.console.provisioning import startup_kit
+from fedveil.console.provisioning import policy_template
 from tests.conftest import ROOT
 
 POLICY, PITFALLS = ROOT / "docs/deploy/site-policy.md", ROOT / "docs/pitfalls.md"
@@ -56,7 +56,7 @@ def test_the_bound_on_the_drift_stops_what_the_bound_on_a_change_does_not():
     for n in (4, 8, 16):
         assert rows["change 1"][f"rounds {n}"] == rows["no bound"][f"rounds {n}"] >= 0.7
     assert max(rows["change 1, drift 1"].values()) == 0.0
-    kit = tomllib.loads(startup_kit.POLICY)
+    kit = tomllib.loads(policy_template.EMPTY_POLICY)
     bounds = f"change {kit['max-broadcast-change']:g}, drift {kit['max-broadcast-drift']:g}"
     assert max(rows[bounds].values()) == 0.0
     default = f"change {SitePolicy().max_broadcast_change:g}, drift {SitePolicy().max_broadcast_drift:g}"
