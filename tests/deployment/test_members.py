@@ -33,6 +33,7 @@ def test_a_site_joins_with_its_own_key_and_is_shut_out_when_revoked(tmp_path, ca
     with LocalDeployment([LocalSite("north", ROOT / "data" / "e2e")], tmp_path / "federation") as federation:
         for name in ("config.toml", "credentials.yaml"):
             shutil.copy(federation.folder / "flower" / name, home)  # the same server, by another road
+        shutil.copy(federation.folder / "ca.crt", home.parent)  # which a moved folder's connection is rewritten to
         flower = FlowerCli(home)
 
         def started(name: str) -> None:
