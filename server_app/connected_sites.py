@@ -131,7 +131,7 @@ def await_quorum(
             why = f"in the last attempt: {before.reasons}" if before else f"{drawn} of them would be drawn"
             raise QuorumError(
                 f"round {round_ + 1}: at least {quorum} sites must take part within "
-                f"{cohort.wait_seconds:g} s, but only {willing} do (connected: {', '.join(there) or 'none'}; {why}); "
+                f"{cohort.wait_seconds:g} s, but only {willing} can (connected: {', '.join(there) or 'none'}; {why}); "
                 f"{suggest_remedy(before, out)}"
             )
         if folder and willing != last_willing:

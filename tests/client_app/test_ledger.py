@@ -263,7 +263,7 @@ def test_a_site_may_judge_by_another_relation_or_delta(tmp_path, take):
         with pytest.raises(BudgetError, match="for its first client round"):
             take(asked(text, **fields))
     take(asked('adjacency = "zero-out"', **fields))
-    with pytest.raises(BudgetError, match="adjacency: expected zero-out in this site's policy"):
+    with pytest.raises(BudgetError, match="adjacency: this site's ledger was made for zero-out"):
         take(asked("", **fields))
 
 

@@ -49,7 +49,7 @@ def test_with_too_few_sites_nobody_is_asked_to_train(grid, task):
     ours = strategy(FedAvg(), cohort={"min_sites": 3, "max_retries": 2})
     with pytest.raises(
         QuorumError,
-        match=r"round 2: expected at least 3 .* found 2 \(connected: east, north; 2 of them",
+        match=r"round 2: at least 3 .* only 2 can \(connected: east, north; 2 of them",
     ):
         ours.start(grid, initial(task), num_rounds=2)
     assert len(grid.pushed) == 3
@@ -142,7 +142,7 @@ def test_the_wait_and_the_error_name_who_refused_and_the_next_step(grid, task, t
 @pytest.mark.long
 def test_a_round_that_draws_too_few_is_not_begun(grid, task):
     ours = strategy(FedAvg(), cohort={"fraction": 0.3})
-    with pytest.raises(QuorumError, match="expected at least 2 sites .* found 1 .*; 1 of them would be drawn"):
+    with pytest.raises(QuorumError, match="at least 2 sites .* only 1 can .*; 1 of them would be drawn"):
         ours.start(grid, initial(task), num_rounds=1)
     assert grid.pushed == []
 
@@ -153,7 +153,7 @@ def test_repeats_are_apart(grid, task, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: waited.append(seconds))
     grid.tamper = {"south": lambda message, reply: None}
     ours = strategy(FedAvg(), cohort={"min_sites": 3, "max_retries": 2, "wait_seconds": 3.0, "deadline_seconds": 0.01})
-    with pytest.raises(QuorumError, match="found 2 in the last of 3 attempts"):
+    with pytest.raises(QuorumError, match="the last of 3 attempts had only 2"):
         ours.start(grid, initial(task), num_rounds=1)
     assert [seconds for seconds in waited if seconds >= 1] == [2.0, 3.0]
 
@@ -190,7 +190,7 @@ def test_a_site_that_is_silent_and_stays_is_asked_again_once_flower_would_have_n
     began, lost = time.monotonic(), []
     grid.tamper = {"south": lambda message, reply: lost.append(time.monotonic())}
     ours = strategy(FedAvg(), cohort={"min_sites": 3, "max_retries": 2, "wait_seconds": 60.0, "deadline_seconds": 0.01})
-    with pytest.raises(QuorumError, match="found 2 in the last of 3 attempts"):
+    with pytest.raises(QuorumError, match="the last of 3 attempts had only 2"):
         ours.start(grid, initial(task), num_rounds=1)
     assert len(grid.pushed) == 9
     assert time.monotonic() - began >= 2.0

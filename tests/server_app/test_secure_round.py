@@ -366,7 +366,7 @@ def test_a_holder_with_wrong_shares_is_waited_past_and_named(runs, monkeypatch):
     runs.config["run.name"] = "lied"
     final_state, history = runs.run(ON, runs.grid(ON))
     assert [r.accepted for r in history] == [SITES] * 3
-    assert "the shares that a made" in history[1].unseen["deaf"]["a"]
+    assert "other shares than a made" in history[1].unseen["deaf"]["a"]
     assert state_digest(final_state) == state_digest(whole)
 
 
@@ -383,7 +383,7 @@ def test_without_a_site_whose_shares_nobody_can_read_the_run_goes_on(runs, monke
     _, history = runs.run(ON, grid)
     assert [(r.round, r.attempt) for r in history] == [(0, 0), (1, 0), (2, 0)]
     assert history[0].unseen["lost"]
-    assert "open their shares of d, found fewer" in history[0].unseen["reason"]
+    assert "open their shares of d, but fewer did" in history[0].unseen["reason"]
     for record in history[1:]:
         assert record.accepted == ["a", "b", "c", "e"]
         assert record.failed == {
@@ -667,7 +667,7 @@ PERMITS = (
     [("min-cohort = 6", "permits at least 6, found 3"),
      ("min-threshold = 5", "min-threshold: quorum: expected at least 5"),
      ("min-colluders = 2", "secure.max-colluders: this site permits at least 2, found 1"),
-     (f'roster = "sha256:{"0" * 64}"', "roster: this site permits sha256:0000")],
+     (f'roster = "sha256:{"0" * 64}"', "roster: this site requires the roster sha256:0000")],
 )  # fmt: skip
 def test_what_a_site_s_policy_demands_of_sums_is_asked_before_it_trains(line, why, runs, tmp_path):
     (tmp_path / "policy.toml").write_text(f"require-secure = true\n{line}\n[permits]\n" + PERMITS)

@@ -201,7 +201,7 @@ def test_a_full_disk_leaves_the_last_private_state_and_the_next_turn_goes_on(ben
     received = bench.state / "first" / "north" / "received.json"
     judged_by = received.read_bytes()
     resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-    message = r"turn-[0-9a-f]{16}.safetensors: cannot write the private state: .*; free space"
+    message = r"turn-[0-9a-f]{16}.safetensors: cannot write the private state: .*; free some disk space"
     with pytest.raises(connection.ClientRoundError, match=message) as error:
         bench.turn(1)
     assert error.value.kind == "StateError"

@@ -294,7 +294,7 @@ def test_one_holder_with_wrong_shares_is_left_out_and_the_sum_is_right(round_of_
     local, attempt, vectors, _ = round_of_seven
     wrong = opened_with(local, attempt, lambda holder, said: wrong_share(said, how) if holder == liar else said)
     assert list(wrong) == [liar]
-    assert "the shares that s00, s01, s02, s03, s04, s05 made" in wrong[liar]
+    assert "other shares than s00, s01, s02, s03, s04, s05 made" in wrong[liar]
     assert attempt.faulty.keys() == {liar}  # six sites cannot all have made bad shares for it
     assert attempt.total().tolist() == sum_of(vectors)
 
