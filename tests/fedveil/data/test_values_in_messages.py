@@ -65,10 +65,11 @@ METHOD = {"clip-prompt": "promptfl"}
 WITHOUT_ROWS = {
     "there is no folder or file at",
     "expected a file ending in", "there is no folder or file of rows at", "was changed while it was read",
-    "expected images at <class>", "has no rows; add some", "there are no examples to train on",
+    "expected images at <class>", "has no rows; add some", "there are no rows in ", "there are no examples to train on",
     " gets no rows", "which dp.unit-column does not allow", "are named for the split",
     "bytes; write one row per line", "the JSON document", "bytes when decompressed", "does not have a known encoding",
-    "several files or sets of shards", "has the same shard number", "shards in ", "so Spark has not finished writing",
+    "several files or sets of shards", "has the same shard number", "copy the missing ones", "shards in ",
+    "files, but at most", "so Spark has not finished writing",
     "must contain only files", "must have the same format", "has several files of rows next to", "files of the split",
     "does not contain the list of files", "something other than .arrow files", "some of them are missing",
     "several folders in", "are in several places", "bytes unpacked", "Excel files need the package",

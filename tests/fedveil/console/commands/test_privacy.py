@@ -9,7 +9,6 @@ import pytest
 from fedveil.console.main import main
 from fedveil.console.runs import privacy_statements
 from fedveil.console.runs.run_reader import RunView
-from fedveil.console.web.report import run_page as report
 from fedveil.contract.privacy import UNTIMED, Adjacency, Step
 from fedveil.privacy import accounting
 
@@ -204,7 +203,7 @@ def test_the_report_states_the_honest_epsilon_of_every_site():
     assert "nominal epsilon was 0.1" in mean[0]
     assert "except the server" in mean[0]
     assert epsilons(mean[1])[0] > 1  # a batch of 8, clipped as a whole
-    assert "all of them together, this run only" in report._privacy(run_of())
+    assert "all of them together, this run only" in " ".join(privacy_statements.privacy_statements(run_of()))
 
 
 def test_a_repeated_round_is_charged_twice():
