@@ -29,6 +29,7 @@ from fedveil import rng
 from fedveil.client_app.client_round import ClientRound, LoadedTask, SiteData
 from fedveil.client_app.guards.broadcast_guard import BroadcastGuard
 from fedveil.client_app.guards.example_counter import ExampleCounter
+from fedveil.client_app.policy.planned_examples import MAX_TRAININGS
 from fedveil.client_app.state.client_state import open_ledger
 from fedveil.client_app.state.data_sets import FolderWitness
 from fedveil.client_app.state.held_out_record import HeldOutRecord
@@ -50,8 +51,6 @@ from fedveil.training.row_count_report import RowCountTrainer
 from fedveil.training.unit_gradients import UnitTrainer
 
 log = logging.getLogger("fedveil.private")
-
-_TRAININGS = 2  # maximum number of trainings per client round: FedSP alternates between two
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ def open_charger(round_: ClientRound, guarantee: PrivacyGuarantee) -> RunCharger
             "node config: site: a run with a privacy guarantee needs the site's name here, so that the server cannot "
             "choose it; set site"
         )
-    most = rounds * (policy.max_retries + 1) * _TRAININGS
+    most = rounds * (policy.max_retries + 1) * MAX_TRAININGS
     unit = UNIT if assignment.config.dp.unit_column else ROW
     if unit == ROW and site.unit_column and not assignment.config.dp.unit:
         raise ConfigError(

@@ -20,7 +20,7 @@ from fedveil.errors import PolicyError
 
 # Methods that send one batch's gradient unless exchange = "epoch". A test compares this list with the methods.
 ONE_BATCH = frozenset({"dp_fpl", "fixed_position", "random_binary"})
-_TRAININGS = 2
+MAX_TRAININGS = 2  # of a method in a client round: FedSP alternates between two
 
 
 def require_planned_examples(min_examples: int | None, min_batch: int | None, config: RunConfig) -> None:
@@ -48,7 +48,7 @@ def most_examples(config: RunConfig) -> int | None:
         return train.batch_size
     if not train.max_steps:
         return None
-    return train.max_steps * examples_per_step(config) * (1 if config.dp.clip_norm else _TRAININGS)
+    return train.max_steps * examples_per_step(config) * (1 if config.dp.clip_norm else MAX_TRAININGS)
 
 
 def examples_per_step(config: RunConfig) -> int:

@@ -7,16 +7,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fedveil import strategies, tasks
 from fedveil.config import parse
-from fedveil.console.doctor.policy_checks import privacy_limits_warnings
-from fedveil.console.doctor.policy_for_run import PlannedExchange, list_policy_warnings, write_policy_for_run
-from fedveil.console.doctor.run_refusals import list_run_refusals, read_policy, verify_bundle
 from fedveil.console.run_config_args import parse_overrides
-from fedveil.console.runs.secagg_preview import MaskedUploadPreview
 from fedveil.console.terminal import say
 from fedveil.errors import ConfigError
-from fedveil.federation.exchange import MessageExchange
 from fedveil.records.atomic_files import write_atomic
 from fedveil.sanitize import sanitize
 
@@ -59,19 +53,26 @@ def add_actions(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _print_policy(args: argparse.Namespace) -> int:
     """Print the policy. Returns 1 if it refuses the run, which only its protective lines can cause."""
+    # Imported here, because they import torch, which fedveil site start and status must not wait for.
+    from fedveil import strategies, tasks
+    from fedveil.console.doctor.policy_checks import privacy_limits_warnings
+    from fedveil.console.doctor.policy_for_run import list_policy_warnings, write_policy_for_run
+    from fedveil.console.doctor.run_refusals import list_run_refusals, read_policy, verify_bundle
+    from fedveil.console.runs.secagg_preview import MaskedUploadPreview
+    from fedveil.federation.exchange import MessageExchange
+
     if args.examples is not None and args.examples < 1:
         raise ConfigError(f"--examples: expected at least 1, found {args.examples}")
     if args.out is not None and args.out.exists():
         raise ConfigError(f"--out: expected a new file, found one at {args.out}; a policy is never replaced")
     config = parse(parse_overrides(args.source, args.set))
     method = strategies.create_method(config.method.name, config.method.params)
-    print(f"Reading {sanitize(config.task.model)} to find its trained tensors", file=sys.stderr, flush=True)
+    say(f"Reading {sanitize(config.task.model)} to find its trained tensors", file=sys.stderr, flush=True)
     exchange = MessageExchange(method, config.method.name, tasks.load_task(config, method.adapter, "cpu").spec)
     masked = MaskedUploadPreview.from_exchange(exchange, config, args.sites) if config.secure.enabled else None
     up = masked.bytes if masked else exchange.largest("up")
     bundle = verify_bundle(args.app, config)
-    planned = PlannedExchange(exchange.largest("down"), up, bundle)
-    text = write_policy_for_run(config, exchange, planned, args.examples, args.source.name)
+    text = write_policy_for_run(config, exchange, up, bundle, args.examples, args.source.name)
     with tempfile.TemporaryDirectory(prefix="fedveil-policy-") as folder:
         file = Path(folder) / "site-policy.toml"
         file.write_text(text)
@@ -81,7 +82,7 @@ def _print_policy(args: argparse.Namespace) -> int:
         print(text, end="")
     else:
         write_atomic(args.out, text.encode())
-        print(f"Wrote {args.out}", file=sys.stderr)
+        say(f"Wrote {args.out}", file=sys.stderr)
     for warning in warnings:
         say(f"Warning: {sanitize(warning, 1000)}.", mark="Warning", verdict="warn", file=sys.stderr)
     for refusal in refusals:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fedveil.client_app.policy.decisions import VerifiedBundle
+from fedveil.client_app.policy.planned_examples import MAX_TRAININGS
 from fedveil.client_app.policy.run_config_rules import permits_for_run
 from fedveil.client_app.policy.site_policy import SitePolicy
 from fedveil.config import RunConfig
@@ -25,52 +26,40 @@ from fedveil.privacy.guarantee_source import as_planned, guarantee_of
 from fedveil.privacy.ledger_account import ROW, UNIT, RunTerms, SiteAccount
 from fedveil.privacy.own_share import charged_guarantee
 
-__all__ = ["PlannedExchange", "list_policy_warnings", "write_policy_for_run"]
+__all__ = ["list_policy_warnings", "write_policy_for_run"]
 
 _SPARE = 1.25  # factor on the computed bytes, for names and headers
 _HEADERS = 1_000_000
 _FEW_SITES = 3
-_TRAININGS = 2  # a method trains at most twice in a client round
-
-
-@dataclass(frozen=True)
-class PlannedExchange:
-    """What a run would exchange with a site in one round.
-
-    Attributes:
-        down, up: bytes of the largest broadcast and upload.
-        bundle: the app's digest and own models.
-    """
-
-    down: int
-    up: int
-    bundle: VerifiedBundle
 
 
 def write_policy_for_run(
-    config: RunConfig, exchange: MessageExchange, planned: PlannedExchange, examples: int | None, source: str
+    config: RunConfig, exchange: MessageExchange, up: int, bundle: VerifiedBundle, examples: int | None, source: str
 ) -> str:
     """Return the policy as TOML.
 
     Args:
+        up: bytes of the largest upload, which may be masked.
+        bundle: the reviewed app's digest and own models.
         examples: the site's number of training examples, or of units in a run with `dp.unit-column`, needed for
             max-epsilon; None leaves max-epsilon out.
         source: the name of the file with the run config, for the first comment.
     """
+    down = exchange.largest("down")
     values = {
         "methods": _names(config.method.name),
         "tasks": _names(config.task.name),
         "models": _names(config.task.model),
-        "app-digests": _names(planned.bundle.digest),
+        "app-digests": _names(bundle.digest),
         "max-rounds": str(config.run.rounds),
-        "max-bytes-a-round": _grouped(_round_up(_SPARE * (planned.down + planned.up) + _HEADERS)),
+        "max-bytes-a-round": _grouped(_round_up(_SPARE * (down + up) + _HEADERS)),
     }
     notes = {
-        "max-bytes-a-round": f"This run's largest broadcast has {planned.down:,} bytes of values and its largest "
-        f"upload {planned.up:,}; the limit leaves room for headers.",
+        "max-bytes-a-round": f"This run's largest broadcast has {down:,} bytes of values and its largest upload "
+        f"{up:,}; the limit leaves room for headers.",
     }
     if config.task.module:
-        values["modules"] = _names(planned.bundle.modules[config.task.module])
+        values["modules"] = _names(bundle.modules[config.task.module])
         notes["modules"] = f"Read fedveil/own/{config.task.module}.py of the app before you permit this digest."
     if config.held_out_fraction:
         notes["max-scores"] = (
@@ -114,15 +103,13 @@ def _secure_values(config: RunConfig) -> tuple[dict[str, str], dict[str, str]]:
     }
     if secure.threshold:
         values["min-threshold"] = str(secure.threshold)
-    notes = {}
-    if secure.roster:
-        values["roster"] = json.dumps(secure.roster)
-        notes["roster"] = "Compare this digest with the other sites by phone, not with the server."
-    else:
-        notes["roster"] = (
-            "The run names no roster, so a server that lies could replace the other sites' keys with its own."
+    roster = "The run names no roster, so a server that lies could replace the other sites' keys with its own."
+    if secure.roster:  # a file at the server, from which a site must not take the digest
+        roster = (
+            "The run names a roster. Write its digest here, as compared with the other sites by phone: without it, a "
+            "server that lies could replace their keys with its own."
         )
-    return values, notes
+    return values, {"roster": roster}
 
 
 def _privacy_values(method: Method, config: RunConfig, examples: int | None) -> tuple[dict[str, str], dict[str, str]]:
@@ -166,12 +153,15 @@ def _unit_name(config: RunConfig) -> str:
 
 
 def _reserved_epsilon(method: Method, config: RunConfig, claim: PrivacyGuarantee, examples: int) -> float:
-    """Return what the run's first charge reserves in an empty ledger, as the site's account computes it."""
+    """Return what the run's first charge reserves in an empty ledger, as the site's account computes it.
+
+    The policy has no roster yet, so noise in a sum counts only as far as it is the site's own.
+    """
     budget = claim.budget
-    charged = charged_guarantee(as_planned(claim), config.secure.roster or None)
+    charged = charged_guarantee(as_planned(claim), None)
     plan = replace(plan_sampling(method, config, budget.neighbours, examples), rounds=1)
     account = SiteAccount(PrivacyBudget(math.inf, budget.delta, budget.neighbours))
-    most = config.run.rounds * (SitePolicy().max_retries + 1) * _TRAININGS
+    most = config.run.rounds * (SitePolicy().max_retries + 1) * MAX_TRAININGS
     terms = RunTerms("planned", charged.budget, config.run.rounds, most, UNIT if config.dp.unit_column else ROW)
     account = account.charge(terms, charged.privacy_spent(plan))
     return account.reserved_epsilon(account.entries[-1])

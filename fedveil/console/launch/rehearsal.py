@@ -41,6 +41,7 @@ __all__ = ["FEDERATION", "PilotRehearsal", "RehearsedSite", "list_site_folders"]
 
 FEDERATION = "rehearsal"
 SERVER = "server"
+_REFUSES = "This policy still refuses the run"  # printed by `fedveil site policy`
 _READY = "next: fedveil submit"  # the last line that `fedveil server start` prints before it waits
 _START_SECONDS, _POLL_SECONDS = 120.0, 0.5
 _STOP_SECONDS = 20.0
@@ -124,9 +125,12 @@ class PilotRehearsal:
         command = ["fedveil", "site", "policy", "--from", str(self.run_file), "--out", str(policy)]
         done = subprocess.run(command, env=self._env, capture_output=True, text=True, check=False)
         if done.returncode:
-            *_, reason = done.stderr.strip().splitlines() or ["no reason"]
-            raise ConfigError(f"{sanitize(reason, 2000)} (nothing was started; {self.folder} has the policy)")
-        self._say(f"policy: {policy} permits the run of {self.run_file} and no other; read it")
+            lines = done.stderr.strip().splitlines()
+            reasons = [line for line in lines if line.startswith(_REFUSES)] or lines[-1:]
+            raise ConfigError(
+                f"{'; '.join(sanitize(line, 1000) for line in reasons)} (nothing was started; see {self.folder})"
+            )
+        self._say(f"policy: {policy} permits the run of {self.run_file}; read it")
 
     def provision(self) -> None:
         """Make the operator's folder and the kits, and start the server."""

@@ -29,8 +29,9 @@ from fedveil.console.web.components import DRAWING, page_link, state_badge
 from fedveil.console.web.pages import PageQuery
 from fedveil.console.web.report import tradeoff, tradeoff_plot
 from fedveil.console.web.report.html import Html, html_details, html_table, html_tag, join_markup
+from fedveil.console.web.report.key_figures import attack_figure
 from fedveil.console.web.report.line_chart import ChartCurve, curves_svg
-from fedveil.console.web.run_parts import LEAST_POINTS, attack_tile
+from fedveil.console.web.run_parts import LEAST_POINTS
 from fedveil.console.web.safe_files import RunLocation
 from fedveil.errors import StateError
 from fedveil.sanitize import sanitize
@@ -131,7 +132,7 @@ def _overview(runs: Sequence[ComparedRun], base: str) -> Html:
             "strongest attack", "about the attack"]  # fmt: skip
     views, rows = [one.run for one in runs], []
     for one in runs:
-        run, (_, attack, about) = one.run, attack_tile(one.audit)
+        run, (_, attack, about) = one.run, attack_figure(one.audit)
         loss, ratio = run.final.get("loss"), upload_ratio(run, views)
         shown_ratio = ratio if ratio is None else f"{ratio:.2f}"
         rows.append([

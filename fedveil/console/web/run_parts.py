@@ -7,7 +7,7 @@ from typing import Any
 
 from fedveil.attacks.audit import verdict
 from fedveil.attacks.audit.attack_words import describe_attack
-from fedveil.attacks.audit.findings import AttackFinding, AuditReport, attack_names
+from fedveil.attacks.audit.findings import AttackFinding, attack_names
 from fedveil.cards.card import read_card
 from fedveil.cards.signing import in_toto, verification
 from fedveil.console.run_config_args import flatten_config
@@ -24,7 +24,7 @@ from fedveil.errors import StateError
 from fedveil.sanitize import sanitize
 
 __all__ = [
-    "LEAST_POINTS", "attack_rows", "attack_tile", "card_tile", "config_part", "given_away_part", "given_away_tiles",
+    "LEAST_POINTS", "attack_rows", "card_tile", "config_part", "given_away_part", "given_away_tiles",
     "next_steps", "progress_tiles", "quality_part",
 ]  # fmt: skip
 
@@ -93,21 +93,6 @@ def given_away_tiles(run: RunView, figure: PrivacyFigure | None, attacks: Tile, 
         attacks,
         card,
     ]
-
-
-def attack_tile(audit: AuditReport | None) -> Tile:
-    """Return the strongest attack whose controls hold."""
-    if audit is None:
-        return "strongest attack", "not attacked", "what an attacker could learn is unknown"
-    ordered = verdict.strongest_findings(audit.findings)
-    if not ordered:
-        return "strongest attack", "undecided", "no attack whose controls hold was tried"
-    top = ordered[0]
-    shows = "shows membership" if top.verdict == "above" else "not decided after correction for all attacks"
-    return (
-        "strongest attack", f"AUROC {top.auroc[0]:.2f}",
-        f"{sanitize(top.attack, 60)} on {sanitize(top.model, 60)}: {shows} (0.5 is guessing)",
-    )  # fmt: skip
 
 
 def attack_rows(found: Sequence[AttackFinding]) -> list[list[object]]:

@@ -50,7 +50,7 @@ _ORDERS: Mapping[str, tuple[str, Callable[[RunSummary], Any]]] = {
 
 @dataclass(frozen=True)
 class RunsQuery:
-    """What a reader asked the list for.
+    """A reader's choice of runs for the list.
 
     Attributes:
         text: runs whose name, method, protection or federation contains this text; "" for all.

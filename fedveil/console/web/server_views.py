@@ -38,6 +38,7 @@ from fedveil.console.web.federations import DashboardFederations
 from fedveil.console.web.metrics import GaugeSample, join_groups
 from fedveil.console.web.pages import PageNotFound, PageQuery, PageView, page_digest
 from fedveil.console.web.report import disclosure_section, run_page
+from fedveil.console.web.report.key_figures import attack_figure
 from fedveil.console.web.run_summaries import RunSummaries, RunSummary, SummariesRead, summarize_run
 from fedveil.console.web.runs_page import RunsQuery
 from fedveil.console.web.safe_files import RunLocation
@@ -397,7 +398,7 @@ class ServerViews:
                        s.train_seconds, s.up, s.down] for s in sites],
             "unsigned": disclosure_section.UNSIGNED_NOTE if any(s.unsigned for s in sites) else "",
             "tiles": fact_tiles(run_parts.given_away_tiles(run, answer.value[1] if answer.value else None,
-                                                           run_parts.attack_tile(audit), card)),
+                                                           attack_figure(audit), card)),
             "given": run_parts.given_away_part(run), "disclosed": disclosure_section.exchange_section(run),
             "attacked": attacked, "attacks": run_parts.attack_rows(audit.findings) if audit else [],
             "privacy": _privacy_words(answer),

@@ -128,7 +128,8 @@ def test_wide_characters_count_as_two_columns_and_combining_ones_as_none():
     assert wrap_line("e\u0301" * 20, 20, 2) == ["e\u0301" * 20]
 
 
-def test_a_closed_standard_output_is_no_error(monkeypatch):
+def test_a_closed_standard_output_is_no_error(monkeypatch, capfd):
     monkeypatch.setattr(terminal.sys, "stdout", None)
     say("nothing")
     say_row("nothing", "more")
+    assert capfd.readouterr() == ("", "")

@@ -61,10 +61,17 @@ def _attack(run: RunView) -> Figure:
         audit = AuditReport.read(run.folder)
     except StateError:
         return "strongest attack", "not known", "audit.json cannot be read"
+    return attack_figure(audit)
+
+
+def attack_figure(audit: AuditReport | None) -> Figure:
+    """Return the strongest attack whose controls hold."""
     if audit is None:
-        return "strongest attack", "not attacked", ""
+        return "strongest attack", "not attacked", "what an attacker could learn is unknown"
     ordered = verdict.strongest_findings(audit.findings)
     if not ordered:
         return "strongest attack", "undecided", "no attack whose controls hold was tried"
     top = ordered[0]
-    return "strongest attack", f"AUROC {top.auroc[0]:.2f}", f"{sanitize(top.attack, 60)} on {sanitize(top.model, 60)}"
+    shows = "shows membership" if top.verdict == "above" else "not decided after correction for all attacks"
+    about = f"{sanitize(top.attack, 60)} on {sanitize(top.model, 60)}: {shows} (0.5 is guessing)"
+    return "strongest attack", f"AUROC {top.auroc[0]:.2f}", about

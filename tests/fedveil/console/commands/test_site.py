@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -189,3 +190,11 @@ def test_bad_input_is_refused_in_one_line(arguments, reason, tmp_path, capsys):
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(error)
     assert error.count("\n") == 1
+
+
+@pytest.mark.long
+def test_a_sites_commands_start_without_torch():
+    """`fedveil site start`, `warm` and `status` run on small machines, and torch takes five seconds to import."""
+    code = "import sys, fedveil.console.commands.site.site; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

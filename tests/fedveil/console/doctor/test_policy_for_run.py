@@ -11,7 +11,7 @@ from fedveil import strategies
 from fedveil.client_app.policy.decisions import VerifiedBundle
 from fedveil.client_app.policy.site_policy import SitePolicy
 from fedveil.config import parse
-from fedveil.console.doctor.policy_for_run import PlannedExchange, list_policy_warnings, write_policy_for_run
+from fedveil.console.doctor.policy_for_run import list_policy_warnings, write_policy_for_run
 from fedveil.console.doctor.run_refusals import list_run_refusals
 from fedveil.console.main import main
 from fedveil.console.provisioning.policy_template import EMPTY_POLICY
@@ -32,20 +32,26 @@ SECURE = PLAIN | {"secure.enabled": True, "secure.min-sites": 4, "secure.max-col
 def write(flat, lora_spec, examples=None, bundle=VerifiedBundle(DIGEST)):  # immutable
     config = parse(flat)
     exchange = MessageExchange(strategies.create_method(config.method.name), config.method.name, lora_spec)
-    planned = PlannedExchange(exchange.largest("down"), exchange.largest("up"), bundle)
-    return write_policy_for_run(config, exchange, planned, examples, "run.toml"), exchange, planned
+    up = exchange.largest("up")
+    return write_policy_for_run(config, exchange, up, bundle, examples, "run.toml"), exchange, up
 
 
-def refusals(text, folder: Path, flat, exchange, planned, bundle=VerifiedBundle(DIGEST)):
+def refusals(text, folder: Path, flat, exchange, up, bundle=VerifiedBundle(DIGEST)):
     file = folder / "policy.toml"
     file.write_text(text)
-    return [str(each) for each in list_run_refusals(file, bundle, exchange, parse(flat), planned.up)]
+    return [str(each) for each in list_run_refusals(file, bundle, exchange, parse(flat), up)]
 
 
-@pytest.mark.parametrize("flat", [PLAIN, SECURE, PLAIN | {"train.learning-rate": 5e-4, "run.seed": 3}])
+@pytest.mark.parametrize(
+    "flat",
+    [
+        PLAIN, SECURE, SECURE | {"secure.roster": "/roster/roster.json"},
+        PLAIN | {"train.learning-rate": 5e-4, "run.seed": 3},
+    ],
+)  # fmt: skip
 def test_the_policy_permits_its_run(tmp_path, lora_spec, flat):
-    text, exchange, planned = write(flat, lora_spec)
-    assert refusals(text, tmp_path, flat, exchange, planned) == []
+    text, exchange, up = write(flat, lora_spec)
+    assert refusals(text, tmp_path, flat, exchange, up) == []
     policy = SitePolicy.model_validate(tomllib.loads(text))
     assert policy.require_secure == flat.get("secure.enabled", False)
     assert policy.max_broadcast_change == 1.0
@@ -59,15 +65,15 @@ def test_the_policy_permits_its_run(tmp_path, lora_spec, flat):
     ],
 )  # fmt: skip
 def test_it_permits_no_other_run(tmp_path, lora_spec, changed):
-    text, exchange, planned = write(SECURE, lora_spec)
-    assert refusals(text, tmp_path, SECURE | changed, exchange, planned)
-    assert refusals(text, tmp_path, SECURE, exchange, planned, VerifiedBundle("0" * 64))
+    text, exchange, up = write(SECURE, lora_spec)
+    assert refusals(text, tmp_path, SECURE | changed, exchange, up)
+    assert refusals(text, tmp_path, SECURE, exchange, up, VerifiedBundle("0" * 64))
 
 
 def test_what_protects_a_site_whatever_runs_is_kept_and_said(tmp_path, lora_spec):
     small = PLAIN | {"train.batch-size": 2, "train.max-steps": 1}
-    text, exchange, planned = write(small, lora_spec)
-    said = refusals(text, tmp_path, small, exchange, planned)
+    text, exchange, up = write(small, lora_spec)
+    said = refusals(text, tmp_path, small, exchange, up)
     assert any("min-batch of its policy" in each for each in said), said
     assert any("min-examples of its policy" in each for each in said) or len(said) == 1
 
@@ -104,10 +110,10 @@ def test_a_name_from_outside_stays_a_value(lora_spec):
 @pytest.mark.parametrize("text", ["a\u2028b {mr}", "a\u0085b {mr}", "a\u202eb {mr}", "a\x7fb {mr}", "a\nb {mr}"])
 def test_separators_and_direction_marks_are_escaped(tmp_path, lora_spec, text):
     flat = PLAIN | {"task.source-template": text}
-    policy, exchange, planned = write(flat, lora_spec)
+    policy, exchange, up = write(flat, lora_spec)
     assert tomllib.loads(policy)["permits"]["task.source-template"] == text
     assert all(each.isprintable() for line in policy.split("\n") for each in line)
-    assert refusals(policy, tmp_path, flat, exchange, planned) == []
+    assert refusals(policy, tmp_path, flat, exchange, up) == []
 
 
 def test_what_a_site_should_not_take_over_without_thinking_is_said(lora_spec):
